@@ -1,0 +1,87 @@
+# Needs python3 (3.11 or later) with pip and venv; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One requirements line per purpose, so that constraints.txt is made from exactly what set-up installs.
+EVERYTHING := -e .[all,testing] --group dev
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PINNED := -c constraints.txt --build-constraint constraints.txt
+
+# `make demo SECONDS=10`. Some shells treat a variable of that name as a clock: keep it out of recipes.
+SECONDS ?=
+unexport SECONDS
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## Say what can be made.
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.PHONY: setup
+setup: $(VENV)/.full ## Install everything that the tests need (implied by the targets below).
+
+.PHONY: demo
+demo: $(VENV)/.runtime ## Show postroom at work; SECONDS=10 says for how long.
+	$(BIN)/postroom demo $(if $(SECONDS),--seconds $(SECONDS))
+
+.PHONY: check
+check: setup ## Lint, formatting, types and the direction of imports.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python --verifytypes postroom --ignoreexternal
+	$(BIN)/lint-imports
+
+.PHONY: test
+test: check ## Check, then run all tests on all cores with coverage.
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n auto
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+.PHONY: format
+format: setup ## Format the code and apply the safe fixes.
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+.PHONY: sql
+sql: setup ## Render the SQL snapshots under tests/sql anew.
+	UPDATE_SQL=1 $(BIN)/pytest tests/test_sql_snapshots.py
+
+.PHONY: constraints
+constraints: ## Pin the newest allowed version of everything in constraints.txt.
+	rm -rf $(VENV)-constraints
+	$(PYTHON) -m venv $(VENV)-constraints
+	$(MAKE) --no-print-directory VENV=$(VENV)-constraints constraints.txt-anew
+	rm -rf $(VENV)-constraints
+
+.PHONY: constraints.txt-anew
+constraints.txt-anew:
+	$(PIP_INSTALL) --upgrade pip
+	$(PIP_INSTALL) $(EVERYTHING)
+	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable --exclude setuptools; } > $(VENV)/constraints.txt
+	cp $(VENV)/constraints.txt constraints.txt
+
+.PHONY: clean
+clean: ## Remove everything that can be made again.
+	rm -rf $(VENV) $(VENV)-constraints build dist htmlcov .coverage .coverage.* \
+		.hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+# A new pip first: the one that comes with an older Python knows neither --group nor --build-constraint.
+$(VENV)/.pip: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --upgrade pip -c constraints.txt
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.pip pyproject.toml
+	$(PIP_INSTALL) -e .[cli] $(PINNED)
+	@touch $@
+
+$(VENV)/.full: $(VENV)/.pip pyproject.toml scripts/setup-servers
+	$(PIP_INSTALL) $(EVERYTHING) $(PINNED)
+	scripts/setup-servers
+	@touch $(VENV)/.runtime $@

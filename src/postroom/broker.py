@@ -1,0 +1,94 @@
+"""The port of every broker: where messages go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeAlias
+
+from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
+from .message import Message
+from .store import Dead, Delivered, Outcome, Release, Retry
+
+__all__ = ["Each", "Publisher", "Send", "describe"]
+
+#: Delivers one message: to return is success, to raise is failure, and to return an `Outcome` is to choose.
+Send: TypeAlias = Callable[[Message], Awaitable[object]]
+
+MAX_ERROR = 2000
+
+
+class Publisher(Protocol):
+    """Takes messages to a destination."""
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        """Deliver a batch and say of each message, in the same order, what became of it.
+
+        `Delivered` means that the destination confirmed it in the strongest way it can. `Release` means that the
+        destination is down. None means that nothing is known: the message was not sent, or no answer came.
+        Messages of one key stand in order: once one fails, later ones of its key must not be sent.
+        Raise `BrokerUnavailableError` when the destination as a whole is down; any other exception fails all.
+        """
+        ...
+
+
+class Each:
+    """A publisher made of a function that delivers one message.
+
+    At most ``concurrency`` calls run at once, each for at most ``timeout``, and those of one key follow each other.
+    """
+
+    def __init__(
+        self, send: Send, *, concurrency: int = 100, timeout: timedelta | None = timedelta(seconds=10)
+    ) -> None:
+        if concurrency < 1:
+            raise ConfigurationError(f"concurrency must be at least 1, not {concurrency}")
+        self._send = send
+        self._concurrency = concurrency
+        self._timeout = None if timeout is None else timeout.total_seconds()
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        """Deliver a batch, keys side by side."""
+        outcomes: list[Outcome | None] = [None] * len(messages)
+        gate = asyncio.Semaphore(self._concurrency)
+
+        async def deliver(run: list[int]) -> None:
+            for index in run:
+                async with gate:
+                    outcomes[index] = await self._attempt(messages[index])
+                if not isinstance(outcomes[index], Delivered):
+                    return
+
+        async with asyncio.TaskGroup() as group:
+            for run in _runs(messages):
+                group.create_task(deliver(run))
+        return outcomes
+
+    async def _attempt(self, message: Message) -> Outcome | None:
+        deadline = asyncio.timeout(self._timeout)
+        try:
+            async with deadline:
+                answer = await self._send(message)
+        except (BrokerUnavailableError, ConnectionRefusedError):
+            return Release()
+        except RejectError as error:
+            return Dead(describe(error))
+        except Exception as error:  # noqa: BLE001 -- whatever a sender raises is a failed delivery
+            unknown = deadline.expired() or isinstance(error, PublishUnknownError)
+            return None if unknown else Retry(describe(error))
+        return answer if isinstance(answer, Delivered | Retry | Dead | Release) else Delivered()
+
+
+def describe(error: BaseException) -> str:
+    """Return what may be stored of an error: its type and a bounded, printable text."""
+    text = "".join(c if c.isprintable() else " " for c in str(error)[:MAX_ERROR])
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _runs(messages: Sequence[Message]) -> list[list[int]]:
+    runs: dict[object, list[int]] = {}
+    for index, message in enumerate(messages):
+        place = index if message.key is None else (message.topic, message.key)
+        runs.setdefault(place, []).append(index)
+    return list(runs.values())

@@ -1,0 +1,307 @@
+"""Everything postroom raises, grouped by who must act.
+
+PostroomError
+├── ConfigurationError               fix the code or the settings
+│   ├── InvalidNameError
+│   ├── UnknownConnectionError
+│   ├── UnknownURLError
+│   ├── MissingExtraError
+│   └── UnsupportedDatabaseError
+├── MessageError                     fix the message; nothing was written
+│   ├── InvalidMessageError
+│   ├── InvalidTopicError
+│   ├── InvalidKeyError
+│   ├── InvalidDedupeKeyError
+│   ├── InvalidHeaderError
+│   ├── InvalidDueTimeError
+│   ├── TenantMismatchError
+│   ├── PayloadTooLargeError
+│   ├── EncodeError
+│   └── DecodeError
+├── TransactionError                 fix how the transaction is opened or ended
+│   ├── NotInTransactionError
+│   ├── TransactionAbortedError
+│   └── CommitUnknownError
+├── SchemaError                      run `postroom schema apply`
+│   ├── SchemaMissingError
+│   └── SchemaVersionError
+├── StoreError                       the database; a dispatcher tries again by itself
+│   ├── StoreUnavailableError
+│   ├── StoreAuthenticationError
+│   ├── StoreTimeoutError
+│   ├── StoreContentionError
+│   └── ReadOnlyStoreError
+└── BrokerError                      what a publisher raises to say what happened
+    ├── BrokerUnavailableError       the destination is down: no attempt is spent
+    ├── PublishUnknownError          no answer came: it may have been delivered
+    └── RejectError                  this message can never be delivered: dead at once
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from uuid import UUID
+
+__all__ = [
+    "BrokerError",
+    "BrokerUnavailableError",
+    "CommitUnknownError",
+    "ConfigurationError",
+    "DecodeError",
+    "EncodeError",
+    "InvalidDedupeKeyError",
+    "InvalidDueTimeError",
+    "InvalidHeaderError",
+    "InvalidKeyError",
+    "InvalidMessageError",
+    "InvalidNameError",
+    "InvalidTopicError",
+    "MessageError",
+    "MissingExtraError",
+    "NotInTransactionError",
+    "PayloadTooLargeError",
+    "PostroomError",
+    "PublishUnknownError",
+    "ReadOnlyStoreError",
+    "RejectError",
+    "SchemaError",
+    "SchemaMissingError",
+    "SchemaVersionError",
+    "StoreAuthenticationError",
+    "StoreContentionError",
+    "StoreError",
+    "StoreTimeoutError",
+    "StoreUnavailableError",
+    "TenantMismatchError",
+    "TransactionAbortedError",
+    "TransactionError",
+    "UnknownConnectionError",
+    "UnknownURLError",
+    "UnsupportedDatabaseError",
+]
+
+
+class PostroomError(Exception):
+    """Anything postroom raises on purpose."""
+
+
+class ConfigurationError(PostroomError, ValueError):
+    """A setting cannot work; the message says which and what would."""
+
+
+class InvalidNameError(ConfigurationError):
+    """A table, schema or namespace name cannot be used as an identifier."""
+
+    def __init__(self, kind: str, name: str, rule: str) -> None:
+        super().__init__(f"{name!r} cannot name a {kind}; use {rule}")
+        self.kind = kind
+        self.name = name
+
+
+class UnknownConnectionError(ConfigurationError, TypeError):
+    """``add`` was given something that holds no transaction it knows."""
+
+    def __init__(self, connection: object, accepted: str, hint: str = "") -> None:
+        kind = type(connection)
+        super().__init__(
+            f"cannot add through a {kind.__module__}.{kind.__qualname__}{hint}; pass the connection or "
+            f"session that holds your transaction: {accepted}"
+        )
+
+
+class UnknownURLError(ConfigurationError):
+    """No store or broker is known for a URL."""
+
+    def __init__(self, url: str, accepted: str) -> None:
+        super().__init__(f"nothing is known for {url!r}; use one of {accepted}")
+
+
+class MissingExtraError(ConfigurationError, ImportError):
+    """An optional library is not installed."""
+
+    def __init__(self, library: str, extra: str) -> None:
+        super().__init__(f"{library} is not installed; run: pip install 'postroom[{extra}]'")
+        self.extra = extra
+
+
+class UnsupportedDatabaseError(ConfigurationError):
+    """The database server lacks something postroom needs."""
+
+    def __init__(self, found: str, needed: str) -> None:
+        super().__init__(f"{found} has no SKIP LOCKED that claims need; use {needed}")
+
+
+class MessageError(PostroomError, ValueError):
+    """A message cannot be stored as it is; nothing was written."""
+
+
+class InvalidMessageError(MessageError):
+    """A part of a message is missing or contradicts another."""
+
+
+class InvalidTopicError(MessageError):
+    """A topic is empty, too long or holds control characters."""
+
+    def __init__(self, topic: str, longest: int) -> None:
+        super().__init__(_bad_text("topic", topic, longest))
+
+
+class InvalidKeyError(MessageError):
+    """An ordering key is empty, too long or holds control characters."""
+
+    def __init__(self, key: str, longest: int) -> None:
+        super().__init__(_bad_text("key", key, longest) + "; for no order pass key=None")
+
+
+class InvalidDedupeKeyError(MessageError):
+    """A dedupe key is empty, too long or holds control characters."""
+
+    def __init__(self, key: str, longest: int) -> None:
+        super().__init__(_bad_text("dedupe key", key, longest) + "; hash a longer one first")
+
+
+class InvalidHeaderError(MessageError):
+    """A header cannot travel to every broker."""
+
+    def __init__(self, what: str, rule: str) -> None:
+        super().__init__(f"bad header {what}: {rule}")
+
+
+class InvalidDueTimeError(MessageError):
+    """``due_at`` or ``delay`` does not name one moment."""
+
+    def __init__(self, due_at: datetime | None, problem: str) -> None:
+        super().__init__(f"due_at={due_at!r}: {problem}")
+
+
+class TenantMismatchError(MessageError):
+    """A dedupe key does not begin with the tenant it is used for."""
+
+    def __init__(self, tenant_id: UUID, dedupe_key: str) -> None:
+        super().__init__(
+            f"dedupe key {dedupe_key!r} must begin with '{tenant_id.hex}/' or '{tenant_id}/', its tenant; "
+            "or create the outbox with opaque_dedupe_keys=True"
+        )
+
+
+class PayloadTooLargeError(MessageError):
+    """A payload is over the limit of its outbox."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(
+            f"the payload has {size} bytes, over the limit of {limit}; store it elsewhere and send a "
+            "reference, or create the outbox with limits=Limits(payload=...)"
+        )
+        self.size = size
+        self.limit = limit
+
+
+class EncodeError(MessageError):
+    """An event cannot be turned into bytes."""
+
+    def __init__(self, event: object, reason: str) -> None:
+        super().__init__(
+            f"cannot encode {type(event).__qualname__}: {reason}; pass a dict, dataclass, msgspec.Struct, "
+            "pydantic model or bytes, or a codec of your own"
+        )
+
+
+class DecodeError(MessageError):
+    """Stored or received bytes cannot be turned back into a value."""
+
+
+class TransactionError(PostroomError):
+    """The caller's transaction is not in a state that can be used."""
+
+
+class NotInTransactionError(TransactionError):
+    """A message would be written outside any transaction."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(
+            f"no transaction is open: {how}; without one the message could outlive a rollback. "
+            "To write it alone on purpose, pass outside_transaction=True"
+        )
+
+
+class TransactionAbortedError(TransactionError):
+    """The database already gave up the caller's transaction."""
+
+    def __init__(self) -> None:
+        super().__init__("the transaction has failed and can only be rolled back; roll back and start again")
+
+
+class CommitUnknownError(TransactionError):
+    """COMMIT was sent and no answer came: the transaction may be stored or not."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the connection was lost during COMMIT; do not repeat blindly: look for the message id "
+            "(or its dedupe key) in the outbox to learn whether it was stored"
+        )
+
+
+class SchemaError(PostroomError):
+    """The tables are not as this version needs them."""
+
+
+class SchemaMissingError(SchemaError):
+    """The outbox table is not there."""
+
+    def __init__(self, table: str) -> None:
+        super().__init__(f"table {table} does not exist; run `postroom schema apply` or the SQL of `postroom schema print`")
+
+
+class SchemaVersionError(SchemaError):
+    """The schema is older or newer than this version of postroom."""
+
+    def __init__(self, table: str, found: int, needed: int) -> None:
+        remedy = "run `postroom schema apply`" if found < needed else "upgrade postroom"
+        super().__init__(f"the schema of {table} has version {found}, version {needed} is needed; {remedy}")
+        self.found = found
+        self.needed = needed
+
+
+class StoreError(PostroomError):
+    """The store failed; the cause is chained."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store cannot be reached, or the connection broke."""
+
+
+class StoreAuthenticationError(StoreError):
+    """The store refused the credentials; check user, password and database name."""
+
+
+class StoreTimeoutError(StoreError):
+    """The store did not answer in time; the connection was thrown away."""
+
+
+class StoreContentionError(StoreError):
+    """The store gave up because of other transactions; the same call may succeed next time."""
+
+
+class ReadOnlyStoreError(StoreError):
+    """The connection leads to a replica; claims need the primary."""
+
+
+class BrokerError(PostroomError):
+    """What a publisher raises to say what became of a message."""
+
+
+class BrokerUnavailableError(BrokerError):
+    """The destination is down; its messages wait without spending an attempt."""
+
+
+class PublishUnknownError(BrokerError):
+    """No answer came, so the message may have been delivered; it will be sent again."""
+
+
+class RejectError(BrokerError):
+    """The destination will never take this message; it becomes dead at once."""
+
+
+def _bad_text(what: str, text: str, longest: int) -> str:
+    shown = text if len(text) <= 40 else f"{text[:40]}… ({len(text)} characters)"  # noqa: PLR2004
+    return f"{what} {shown!r} must be 1 to {longest} characters, without control characters and outer blanks"

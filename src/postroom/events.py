@@ -1,0 +1,195 @@
+"""What happened, as values: the one source of logs and metrics. None of them holds a payload."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import ClassVar, TypeAlias
+from uuid import UUID
+
+__all__ = [
+    "BreakerClosed",
+    "BreakerOpened",
+    "Claimed",
+    "Died",
+    "Event",
+    "LeaseLost",
+    "Listener",
+    "LoopStalled",
+    "MessagesDelivered",
+    "MessagesReleased",
+    "Purged",
+    "Retried",
+    "Started",
+    "Stopped",
+    "StoreFailed",
+    "StoreRecovered",
+    "Swept",
+    "log_event",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened; the class says what."""
+
+    level: ClassVar[int] = logging.DEBUG
+    text: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Event):
+    """A dispatcher runs."""
+
+    level = logging.INFO
+    text = "dispatcher started"
+    worker: UUID
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped(Event):
+    """A dispatcher ended; ``released`` of its claims were given back."""
+
+    level = logging.INFO
+    text = "dispatcher stopped"
+    worker: UUID
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed(Event):
+    """Messages were leased."""
+
+    text = "messages claimed"
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesDelivered(Event):
+    """The broker confirmed messages, and the store knows it."""
+
+    text = "messages delivered"
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesReleased(Event):
+    """Messages were given back without an attempt."""
+
+    text = "messages released"
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retried(Event):
+    """A delivery failed and will be tried again."""
+
+    level = logging.WARNING
+    text = "delivery failed, will be tried again"
+    message_id: UUID
+    topic: str
+    attempt: int
+    delay: timedelta
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died(Event):
+    """A message became dead: somebody must look at it."""
+
+    level = logging.ERROR
+    text = "message is dead"
+    message_id: UUID
+    topic: str
+    attempt: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost(Event):
+    """Somebody else holds a claim now; what this dispatcher found out about it was not recorded."""
+
+    level = logging.WARNING
+    text = "lease lost"
+    message_id: UUID
+    topic: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerOpened(Event):
+    """A destination is down; its messages wait. ``topic`` is None for the whole broker."""
+
+    level = logging.WARNING
+    text = "destination is down, waiting"
+    topic: str | None
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerClosed(Event):
+    """A destination works again."""
+
+    level = logging.INFO
+    text = "destination works again"
+    topic: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed(Event):
+    """A call to the store failed and will be made again."""
+
+    level = logging.WARNING
+    text = "store call failed, will be tried again"
+    operation: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRecovered(Event):
+    """The store answers again."""
+
+    level = logging.INFO
+    text = "store answers again"
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStalled(Event):
+    """The event loop stood still, so leases may have run out: something blocks it."""
+
+    level = logging.WARNING
+    text = "event loop was blocked"
+    duration: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class Swept(Event):
+    """Messages without an attempt left were made dead."""
+
+    level = logging.ERROR
+    text = "messages ran out of attempts and are dead"
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Purged(Event):
+    """Delivered messages past their retention were deleted."""
+
+    text = "delivered messages purged"
+    count: int
+
+
+#: Is told every event, in the event loop: it must return quickly.
+Listener: TypeAlias = Callable[[Event], None]
+
+_logger = logging.getLogger("postroom")
+
+
+def log_event(event: Event) -> None:
+    """Write an event to the log ``postroom``, its fields as extra attributes."""
+    if _logger.isEnabledFor(event.level):
+        _logger.log(event.level, event.text, extra={f"postroom_{name}": value for name, value in asdict(event).items()})

@@ -1,0 +1,163 @@
+"""A message: what a service says to the outside, with an identity that never changes."""
+
+from __future__ import annotations
+
+import os
+import re
+import time as clock
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Final
+from uuid import UUID
+
+from .errors import (
+    InvalidDedupeKeyError,
+    InvalidHeaderError,
+    InvalidKeyError,
+    InvalidMessageError,
+    InvalidTopicError,
+    PayloadTooLargeError,
+    TenantMismatchError,
+)
+
+__all__ = ["Limits", "Message", "uuid7", "validate"]
+
+JSON: Final = "application/json"
+DEFAULT_NAMESPACE: Final = "default"
+
+# What no broker header, log line or terminal should ever receive; lone surrogates cannot be encoded.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
+
+MAX_NAMESPACE: Final = 100
+MAX_TOPIC: Final = 249  # Kafka's limit, the smallest of the brokers
+MAX_KEY: Final = 255
+
+
+def uuid7() -> UUID:
+    """Return a new UUID of version 7: unique everywhere, and rising with time.
+
+    Example:
+        >>> from postroom import uuid7
+        >>> uuid7().version
+        7
+    """
+    random = int.from_bytes(os.urandom(10))
+    value = (clock.time_ns() // 1_000_000) << 80 | random
+    return UUID(int=value & ~(0xF << 76 | 0x3 << 62) | 0x7 << 76 | 0x2 << 62)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """An immutable message, named with the attributes of CloudEvents where they exist.
+
+    Example:
+        >>> from postroom import Message
+        >>> Message(topic="orders", type="order.placed", payload=b"{}").content_type
+        'application/json'
+    """
+
+    topic: str
+    payload: bytes
+    type: str = ""
+    key: str | None = None
+    id: UUID = field(default_factory=uuid7)
+    namespace: str = DEFAULT_NAMESPACE
+    content_type: str = JSON
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    tenant_id: UUID | None = None
+    dedupe_key: str | None = None
+    #: When the message was stored, by the store's clock; None before that.
+    time: datetime | None = field(default=None, compare=False)
+    #: Which delivery attempt this is, from 1; 0 before the first claim.
+    attempt: int = field(default=0, compare=False)
+    #: Rises at every claim, so that a receiver can tell a late duplicate from a newer try.
+    token: int = field(default=0, compare=False)
+
+    def __repr__(self) -> str:
+        """Leave out payload and header values: a repr ends up in logs."""
+        return f"Message(id={self.id}, topic={self.topic!r}, type={self.type!r}, key={self.key!r})"
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """The context attributes of CloudEvents 1.0."""
+        attributes = {
+            "specversion": "1.0",
+            "id": str(self.id),
+            "source": self.headers.get("ce-source", f"postroom:{self.namespace}"),
+            "type": self.type,
+            "datacontenttype": self.content_type,
+        }
+        if self.key is not None:
+            attributes["subject"] = self.key
+        if self.time is not None:
+            attributes["time"] = self.time.isoformat()
+        return attributes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How large the parts of a message may be."""
+
+    payload: int = 256 * 1024
+    headers: int = 64
+    header_bytes: int = 8 * 1024
+
+    def __post_init__(self) -> None:
+        """Refuse limits that would refuse everything."""
+        if self.payload < 1 or self.headers < 0 or self.header_bytes < 0:
+            raise InvalidMessageError(f"limits must be positive, not {self}")
+
+
+def validate(message: Message, limits: Limits, *, opaque_dedupe_keys: bool = False) -> None:
+    """Raise the error that names the first thing wrong with a message."""
+    if not _is_name(message.topic, MAX_TOPIC):
+        raise InvalidTopicError(message.topic, MAX_TOPIC)
+    if message.key is not None and not _is_name(message.key, MAX_KEY):
+        raise InvalidKeyError(message.key, MAX_KEY)
+    if message.dedupe_key is not None and not _is_name(message.dedupe_key, MAX_KEY):
+        raise InvalidDedupeKeyError(message.dedupe_key, MAX_KEY)
+    if not _is_name(message.type, MAX_KEY) or not _is_name(message.content_type, MAX_KEY):
+        raise InvalidMessageError(
+            f"type {message.type!r} and content type {message.content_type!r} must each be "
+            f"1 to {MAX_KEY} printable characters; pass type= and content_type= to add()"
+        )
+    if len(message.payload) > limits.payload:
+        raise PayloadTooLargeError(len(message.payload), limits.payload)
+    if message.headers:
+        _validate_headers(message.headers, limits)
+    if not opaque_dedupe_keys:
+        _validate_tenant(message)
+
+
+def is_namespace(text: str) -> bool:
+    """Tell whether a text can name a namespace."""
+    return _is_name(text, MAX_NAMESPACE)
+
+
+def _is_name(text: str, longest: int) -> bool:
+    # Some databases compare 'a' and 'a ' as equal, so outer blanks would merge two keys.
+    return 0 < len(text) <= longest and text == text.strip() and not _UNSAFE.search(text)
+
+
+def _validate_headers(headers: Mapping[str, str], limits: Limits) -> None:
+    if len(headers) > limits.headers:
+        raise InvalidHeaderError(f"{len(headers)} headers", f"at most {limits.headers} are allowed")
+    size = 0
+    for name, value in headers.items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise InvalidHeaderError(repr(name), "a name is 1 to 128 of A-Z a-z 0-9 and !#$%&'*+.^_`|~-")
+        if not isinstance(value, str) or _UNSAFE.search(value):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+            raise InvalidHeaderError(repr(name), "a value is text without control characters")
+        size += len(name) + len(value.encode())
+    if size > limits.header_bytes:
+        raise InvalidHeaderError(f"{size} bytes", f"at most {limits.header_bytes} are allowed")
+
+
+def _validate_tenant(message: Message) -> None:
+    tenant, key = message.tenant_id, message.dedupe_key
+    if tenant is None or key is None:
+        return
+    if not key.startswith((f"{tenant.hex}/", f"{tenant}/")):
+        raise TenantMismatchError(tenant, key)

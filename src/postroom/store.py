@@ -1,0 +1,173 @@
+"""The port of every store: where messages wait, are claimed and are settled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, Protocol, TypeAlias
+from uuid import UUID
+
+from .message import Message
+
+__all__ = [
+    "Claim",
+    "ClaimTerms",
+    "Dead",
+    "Delivered",
+    "Features",
+    "OnDead",
+    "Outcome",
+    "Release",
+    "Retry",
+    "Settlement",
+    "Stats",
+    "Store",
+]
+
+#: What a dead message does to the later ones of its key: hold them back, or let them pass.
+OnDead: TypeAlias = Literal["block", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The broker confirmed the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Delivery failed; try again after ``delay``, by default what the dispatcher's backoff says."""
+
+    error: str
+    delay: timedelta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The message will not be tried again by itself."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The message was not tried; its attempt is given back, and it is due after ``delay``."""
+
+    delay: timedelta = timedelta(0)
+
+
+Outcome: TypeAlias = Delivered | Retry | Dead | Release
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A message leased to one worker; ``message.token`` is its proof."""
+
+    message: Message
+    #: It may have killed its worker before, so it should be tried with nothing else at stake.
+    suspect: bool = False
+    #: Why the stored row cannot be read; the message can only be made dead.
+    broken: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What became of a claim."""
+
+    claim: Claim
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimTerms:
+    """What all claims of one dispatcher have in common."""
+
+    worker: UUID
+    lease: timedelta = timedelta(seconds=30)
+    max_attempts: int = 10
+    on_dead: OnDead = "block"
+    #: Claim messages of this tenant only; None claims all.
+    tenant_id: UUID | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """How a namespace is doing; counts stop at ``ceiling`` so that they stay cheap."""
+
+    pending: int
+    processing: int
+    delivered: int
+    dead: int
+    #: How long the oldest message that could go out now has been waiting.
+    oldest_due: timedelta | None
+    ceiling: int = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What a store promises, so that one contract suite can test them all."""
+
+    #: A message survives the death of every process.
+    durable: bool = True
+    #: `listen` reports hints of other processes.
+    wakeups: bool = False
+    #: `Outbox.add` refuses to write outside a transaction.
+    requires_transaction: bool = True
+
+
+class Store(Protocol):
+    """Where the messages of one namespace live.
+
+    Every method is atomic, may be called from several tasks at once, takes the time from the store's own clock,
+    and raises only `postroom.errors.StoreError` and its kin. A call that is cancelled has happened or has not.
+    """
+
+    namespace: str
+    features: Features
+    #: How long delivered messages stay; zero deletes them when they are settled.
+    keep_delivered: timedelta
+
+    async def open(self) -> None:
+        """Connect, and check that the schema is there; to call it again does nothing."""
+        ...
+
+    async def close(self) -> None:
+        """Close all connections; the store can be opened again."""
+        ...
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        """Lease up to ``limit`` messages, due first, to this caller alone.
+
+        Due are pending messages whose time has come and those whose lease ran out, while they have attempts left.
+        The claim is durable when this returns: the attempt is counted and the token has risen.
+        Of one key only the head is taken, with as many of its direct followers as fit, in order.
+        """
+        ...
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        """Record what became of claims; return those that were lost, about which nothing was recorded.
+
+        A claim counts as long as its token is current, also after its lease ran out.
+        Settling the same way twice is no loss, so a call whose answer got lost may be repeated.
+        """
+        ...
+
+    async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
+        """Lease claims anew from now on; return those that were lost."""
+        ...
+
+    async def sweep(self, terms: ClaimTerms) -> int:
+        """Make messages dead that have no attempt left, and free keys that wait for nothing; count the dead."""
+        ...
+
+    async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
+        """Delete up to ``limit`` messages delivered longer ago; never any other. Return how many."""
+        ...
+
+    async def stats(self) -> Stats:
+        """Tell how many messages are in each state, without reading the whole table."""
+        ...
+
+    async def listen(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` at every hint of another process until cancelled; return at once if there are none."""
+        ...

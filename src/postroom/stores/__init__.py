@@ -1,0 +1,43 @@
+"""Where messages live."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnknownURLError
+from ..store import Store
+from .memory import MemoryStore
+from .sql.store import MySQLStore, PostgresStore, SQLiteStore, SQLStore
+
+__all__ = ["MemoryStore", "MySQLStore", "PostgresStore", "SQLStore", "SQLiteStore", "open_url"]
+
+if TYPE_CHECKING:
+    _proof: list[type[Store]] = [MemoryStore, MySQLStore, PostgresStore, SQLiteStore]
+
+ACCEPTED = "postgresql://…, postgresql+psycopg://…, mysql://…, mariadb://…, sqlite:///file, memory:"
+
+
+def open_url(url: str, **options: Any) -> MemoryStore | SQLStore:  # noqa: ANN401 -- those of the store's constructor
+    """Return the store that a URL names, not yet opened.
+
+    Example:
+        >>> from postroom.stores import open_url
+        >>> open_url("sqlite:///shop.sqlite3", namespace="shop")
+        SQLiteStore(namespace='shop', table='postroom_outbox')
+    """
+    scheme, _, rest = url.partition(":")
+    match scheme:
+        case "postgresql" | "postgres" | "postgresql+asyncpg":
+            return PostgresStore(url, **options)
+        case "postgresql+psycopg":
+            return PostgresStore(url, driver="psycopg", **options)
+        case "mysql" | "mariadb" | "mysql+asyncmy" | "mariadb+asyncmy":
+            options.pop("schema", None)  # a database is a schema there
+            return MySQLStore(url, **options)
+        case "sqlite" if rest.startswith("///"):
+            options.pop("schema", None)
+            return SQLiteStore(rest.removeprefix("///"), **options)
+        case "memory":
+            return MemoryStore(namespace=options.get("namespace", "default"))
+        case _:
+            raise UnknownURLError(f"{scheme}:…", ACCEPTED)

@@ -1,0 +1,188 @@
+"""MySQL 8.0 and MariaDB 10.6 and later: no UPDATE answers with rows, so a claim looks, locks and takes in steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar
+from uuid import UUID
+
+from ....outbox import Added, Addition
+from ....store import Claim, Retry
+from ..dialect import Dialect, Server, letters
+from ..statement import Script, Statement
+from .postgres import lock_number
+
+__all__ = ["MySQL"]
+
+_MICROSECOND = timedelta(microseconds=1)
+#: Keys share this many locks: enough that few meet, and a table that does not grow.
+_LOCKS = 1024
+
+
+class MySQL(Dialect):
+    """MySQL's wording; ids are 16 bytes, moments are UTC."""
+
+    name = "mysql"
+    quote = "`"
+    now = "UTC_TIMESTAMP(6)"
+    later = "UTC_TIMESTAMP(6) + INTERVAL :duration MICROSECOND"
+    earlier = "UTC_TIMESTAMP(6) - INTERVAL :duration MICROSECOND"
+    locking = " FOR UPDATE SKIP LOCKED"
+    waiting = " FOR UPDATE"
+    # There are no partial indexes; generated columns lead the full ones.
+    loose = "ordered = 0"
+    ordered = "ordered = 1"
+    unsettled = "unsettled = 1"
+    needed = "MySQL 8.0.1 or MariaDB 10.6 or later"
+
+    def uuid(self, value: UUID) -> bytes:
+        return value.bytes
+
+    def to_uuid(self, value: Any) -> UUID:
+        return UUID(bytes=bytes(value))
+
+    def time(self, value: datetime) -> datetime:
+        return value.astimezone(UTC).replace(tzinfo=None)
+
+    def to_time(self, value: Any) -> datetime:
+        return super().to_time(value).replace(tzinfo=UTC)
+
+    def duration(self, value: timedelta) -> int:
+        return value // _MICROSECOND
+
+    # -- add ---------------------------------------------------------------------------------------------------
+
+    def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
+        if strict_order:
+            yield from self._lock_keys(additions)
+        there = yield from self._ids_there([a.message.id for a in additions if a.given])
+        yield self._insert(additions)
+        # The row count does not tell what was added: it depends on a flag of the caller's connection.
+        guarded = [a.message for a in additions if a.message.dedupe_key is not None]
+        added = {a.message.id for a in additions if a.message.dedupe_key is None and a.message.id not in there}
+        owners: dict[tuple[str, str], UUID] = {}
+        if guarded:
+            found = yield self.sql(
+                self._existing,
+                returns=True,
+                namespace=guarded[0].namespace,
+                keys=[message.dedupe_key for message in guarded],
+                topics=[message.topic for message in guarded],
+            )
+            owners = {(row[1], row[2]): self.to_uuid(row[0]) for row in found.rows}
+            added |= {owner for owner in owners.values() if owner not in there}
+        return [self._added(addition, added, owners) for addition in additions]
+
+    def _ids_there(self, ids: Sequence[UUID]) -> Script[set[UUID]]:
+        if not ids:
+            return set()
+        found = yield self.sql(
+            "SELECT id FROM {outbox} WHERE id IN :ids", returns=True, ids=[self.uuid(identity) for identity in ids]
+        )
+        return {self.to_uuid(row[0]) for row in found.rows}
+
+    # A locking read sees what was committed after this transaction's snapshot; the insert has waited for it.
+    _existing: ClassVar[str] = (
+        "SELECT id, topic, dedupe_key FROM {outbox} "
+        "WHERE namespace = :namespace AND topic IN :topics AND dedupe_key IN :keys LOCK IN SHARE MODE"
+    )
+
+    def _insert(self, additions: Sequence[Addition]) -> Statement:
+        rows, params = self._rows_of_values(
+            additions,
+            "(:id_#, :namespace_#, :topic_#, :type_#, :key_#, :tenant_id_#, :dedupe_key_#, :payload_#,"
+            " :content_type_#, :headers_#, COALESCE(:due_at_#, {now} + INTERVAL :delay_# MICROSECOND), {now}, {now})",
+        )
+        return self.sql(
+            "INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, dedupe_key, payload,"
+            " content_type, headers, next_attempt_at, created_at, updated_at) VALUES\n"
+            + rows
+            + "\nON DUPLICATE KEY UPDATE id = id",  # unlike IGNORE, it hides no other error
+            **params,
+        )
+
+    def _lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
+        messages = [addition.message for addition in additions]
+        numbers = {lock_number(m.namespace, m.topic, m.key) % _LOCKS for m in messages if m.key is not None}
+        for number in sorted(numbers):
+            # A row lock ends with the transaction; GET_LOCK would end with the connection.
+            yield self.sql(
+                "INSERT INTO {lock} (number) VALUES (:number) ON DUPLICATE KEY UPDATE number = number", number=number
+            )
+
+    # -- settle ------------------------------------------------------------------------------------------------
+
+    def _retry(self, retried: Sequence[tuple[Claim, Retry]]) -> Statement:
+        return self._update_each(
+            """
+            SET status = 'pending', next_attempt_at = {now} + INTERVAL changed.delay MICROSECOND,
+                last_error = changed.error, locked_by = NULL, locked_until = NULL, updated_at = {now}
+            """,
+            [(claim, outcome.delay or timedelta(0), outcome.error) for claim, outcome in retried],
+        )
+
+    def _bury(self, dead: Sequence[tuple[Claim, str]]) -> Statement:
+        return self._update_each(
+            """
+            SET status = 'dead', last_error = changed.error,
+                locked_by = NULL, locked_until = NULL, updated_at = {now}
+            """,
+            [(claim, timedelta(0), error) for claim, error in dead],
+        )
+
+    def _release(self, released: Sequence[tuple[Claim, timedelta]]) -> Statement:
+        return self._update_each(
+            """
+            SET status = 'pending', attempts = attempts - 1, locked_by = NULL, locked_until = NULL,
+                next_attempt_at = {now} + INTERVAL changed.delay MICROSECOND, updated_at = {now}
+            """,
+            [(claim, delay, "") for claim, delay in released],
+        )
+
+    def _update_each(self, text: str, changes: Sequence[tuple[Claim, timedelta, str]]) -> Statement:
+        rows: list[str] = []
+        params: dict[str, Any] = {}
+        for number, (claim, delay, error) in enumerate(changes):
+            suffix = letters(number)
+            params |= {
+                f"id_{suffix}": self.uuid(claim.message.id),
+                f"delay_{suffix}": self.duration(delay),
+                f"error_{suffix}": error,
+            }
+            rows.append(f"SELECT :id_{suffix} AS id, :delay_{suffix} AS delay, :error_{suffix} AS error")
+        joined = " UNION ALL ".join(rows)
+        return self.sql(f"UPDATE {{outbox}} JOIN ({joined}) AS changed ON {{outbox}}.id = changed.id {text}", **params)
+
+    # -- upkeep ------------------------------------------------------------------------------------------------
+
+    _purge: ClassVar[str] = """
+        DELETE FROM {outbox}
+        WHERE namespace = :namespace AND status = 'delivered' AND delivered_at <= {earlier}
+        ORDER BY delivered_at LIMIT :limit
+        """
+    _oldest: ClassVar[str] = """
+        SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), {now}) / 1000000 FROM {outbox}
+        WHERE namespace = :namespace AND status = 'pending' AND {loose} AND next_attempt_at <= {now}
+        UNION ALL
+        SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), {now}) / 1000000 FROM {outbox}
+        WHERE namespace = :namespace AND status = 'pending' AND {ordered} AND next_attempt_at <= {now}
+        """
+
+    # -- server ------------------------------------------------------------------------------------------------
+
+    def probe(self) -> Script[Server]:
+        answer = yield self.sql("SELECT VERSION(), @@read_only", returns=True)
+        text, read_only = answer.rows[0]
+        return parse_version(text, read_only=bool(read_only))
+
+    def is_supported(self, server: Server) -> bool:
+        return server.version >= ((10, 6) if server.product == "MariaDB" else (8, 0, 1))
+
+
+def parse_version(text: str, *, read_only: bool = False) -> Server:
+    """Return what ``VERSION()`` tells: ``10.11.6-MariaDB-0+deb12u1``, ``8.0.36``."""
+    product = "MariaDB" if "mariadb" in text.lower() else "MySQL"
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    return Server(product, tuple(int(part) for part in match.groups()) if match else (), read_only=read_only)

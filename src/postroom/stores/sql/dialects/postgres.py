@@ -1,0 +1,354 @@
+"""PostgreSQL 13 and later: a claim is one statement that looks, locks and takes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from ....outbox import Added, Addition
+from ....store import Claim, ClaimTerms, Retry, Settlement
+from ..dialect import CHUNK, LEASE_RAN_OUT, RUN, WINDOW, Dialect, Server, is_lost
+from ..statement import Row, Script, Statement
+
+__all__ = ["PostgreSQL", "lock_number"]
+
+
+def lock_number(namespace: str, topic: str, key: str) -> int:
+    """Return the number of the advisory lock of a key."""
+    digest = hashlib.blake2b("\x00".join((namespace, topic, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
+
+
+class PostgreSQL(Dialect):
+    """PostgreSQL's wording; lists are arrays."""
+
+    name = "postgresql"
+    # A claim is its own transaction, so now() is its start; a volatile clock could not be found in an index.
+    now = "now()"
+    later = "clock_timestamp() + :duration::interval"
+    earlier = "now() - :duration::interval"
+    locking = " FOR UPDATE SKIP LOCKED"
+    of_tenant = "(:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)"
+    skip_dead = ":skip_dead::boolean"
+    atomic = False
+    needed = "PostgreSQL 13 or later"
+
+    # -- add ---------------------------------------------------------------------------------------------------
+
+    def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
+        if len(additions) > 1:
+            return (yield from super().add(additions, strict_order=strict_order))
+        if strict_order:
+            yield from self._lock_keys(additions)
+        # One row needs no answer but its count: a producer without the right to read can add it.
+        inserted = yield self.sql(self._insert_one, **self._values(additions[0]))
+        if inserted.count:
+            return [Added(additions[0].message.id, added=True)]
+        return (yield from self._outcome(additions, set()))
+
+    def _insert(self, additions: Sequence[Addition]) -> Statement:
+        rows = [self._values(addition) for addition in additions]
+        columns: dict[str, list[Any]] = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+        return self.sql(self._insert_many, returns=True, **columns)
+
+    _insert_one: ClassVar[str] = """
+        INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, dedupe_key, payload, content_type,
+                              headers, next_attempt_at)
+        VALUES (:id::uuid, :namespace::text, :topic::text, :type::text, :key::text, :tenant_id::uuid,
+                :dedupe_key::text, :payload::bytea, :content_type::text, (:headers::text)::jsonb,
+                COALESCE(:due_at::timestamptz, statement_timestamp() + :delay::interval))
+        ON CONFLICT DO NOTHING
+        """
+    _insert_many: ClassVar[str] = """
+        INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, dedupe_key, payload, content_type,
+                              headers, next_attempt_at)
+        SELECT id, namespace, topic, type, k, tenant_id, dedupe_key, payload, content_type, headers::jsonb,
+               COALESCE(due_at, statement_timestamp() + delay)
+        FROM unnest(:ids::uuid[], :namespaces::text[], :topics::text[], :types::text[], :keys::text[],
+                    :tenant_ids::uuid[], :dedupe_keys::text[], :payloads::bytea[], :content_types::text[],
+                    :headerss::text[], :due_ats::timestamptz[], :delays::interval[])
+             AS t(id, namespace, topic, type, k, tenant_id, dedupe_key, payload, content_type, headers, due_at, delay)
+        ON CONFLICT DO NOTHING
+        RETURNING id
+        """
+    _existing: ClassVar[str] = """
+        SELECT id, topic, dedupe_key FROM {outbox}
+        WHERE namespace = :namespace::text AND topic = ANY (:topics::text[]) AND dedupe_key = ANY (:keys::text[])
+        """
+
+    def _lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
+        messages = [addition.message for addition in additions]
+        numbers = {lock_number(m.namespace, m.topic, m.key) for m in messages if m.key is not None}
+        if numbers:
+            # Sorted, so that two transactions that add several keys at once cannot wait for each other.
+            yield self.sql(
+                "SELECT pg_advisory_xact_lock(number) FROM unnest(:numbers::bigint[]) AS t(number)",
+                returns=True,
+                numbers=sorted(numbers),
+            )
+
+    # -- claim -------------------------------------------------------------------------------------------------
+
+    def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
+        claimed = yield self.sql(self._claim_loose, returns=True, limit=limit, **self._claiming(namespace, terms))
+        return claimed.rows
+
+    def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
+        params = self._claiming(namespace, terms)
+        claimed = yield self.sql(
+            self._claim_keyed, returns=True, limit=limit, window=WINDOW * limit, run=min(RUN, limit), **params
+        )
+        return claimed.rows
+
+    def claim_suspect(self, namespace: str, terms: ClaimTerms) -> Script[Sequence[Row]]:
+        claimed = yield self.sql(self._claim_suspect, returns=True, **self._claiming(namespace, terms))
+        return claimed.rows
+
+    def _claiming(self, namespace: str, terms: ClaimTerms) -> dict[str, Any]:
+        return {**self._eligibility(namespace, terms), "worker": terms.worker, "duration": terms.lease}
+
+    #: Takes the rows of ``chosen``; an array of ids is found by the primary key whatever the planner believes.
+    take: ClassVar[str] = """
+        UPDATE {outbox}
+        SET status = 'processing', attempts = attempts + 1, token = token + 1,
+            locked_by = :worker::uuid, locked_until = {later}, updated_at = clock_timestamp()
+        WHERE id = ANY (ARRAY(SELECT id FROM chosen))
+        RETURNING id, topic, type, {key}, payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
+                  attempts, token, seq
+        """
+    # MATERIALIZED keeps the planner from running the locking SELECT twice, which would take more than the limit.
+    _claim_loose: ClassVar[str] = f"""
+        WITH expired AS MATERIALIZED (
+            SELECT id FROM {{outbox}}
+            WHERE namespace = :namespace::text AND {{loose}} AND {Dialect.is_expired}
+            ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
+        ), due AS MATERIALIZED (
+            SELECT id FROM {{outbox}}
+            WHERE namespace = :namespace AND {{loose}} AND {Dialect.is_due}
+            ORDER BY next_attempt_at, seq LIMIT :limit - (SELECT count(*) FROM expired) FOR UPDATE SKIP LOCKED
+        ), chosen AS (
+            SELECT id FROM expired UNION ALL SELECT id FROM due
+        )
+        {take}
+        """
+    _claim_suspect: ClassVar[str] = f"""
+        WITH chosen AS MATERIALIZED (SELECT id FROM {{outbox}} AS head {Dialect.suspect})
+        {take}
+        """
+    _claim_keyed: ClassVar[str] = f"""
+        WITH RECURSIVE expired AS MATERIALIZED (
+            SELECT topic, {{key}} FROM {{outbox}}
+            WHERE namespace = :namespace::text AND {{ordered}} AND {Dialect.is_expired}
+            ORDER BY locked_until LIMIT :window::bigint
+        ), due AS MATERIALIZED (
+            SELECT topic, {{key}}, row_number() OVER () AS turn
+            FROM (
+                SELECT topic, {{key}} FROM {{outbox}}
+                WHERE namespace = :namespace AND {{ordered}} AND {Dialect.is_due}
+                ORDER BY next_attempt_at, seq LIMIT :window) AS first
+        ), seen AS MATERIALIZED (
+            SELECT topic, {{key}}, min(turn) AS turn
+            FROM (SELECT topic, {{key}}, 0 AS turn FROM expired UNION ALL SELECT * FROM due) AS either
+            GROUP BY topic, {{key}}
+        ), walked AS (
+            -- Only where one key may fill the window are keys looked for one by one.
+            SELECT ''::text AS topic, ''::text AS {{key}}, 0 AS step
+            WHERE (SELECT count(*) FROM due) = :window
+            UNION ALL
+            SELECT next.topic, next.{{key}}, walked.step + 1
+            FROM walked CROSS JOIN LATERAL (
+                SELECT topic, {{key}} FROM {{outbox}}
+                WHERE {{unsettled}} AND namespace = :namespace
+                  AND (topic, {{key}}) > (walked.topic, walked.{{key}})
+                ORDER BY topic, {{key}} LIMIT 1) AS next
+            WHERE walked.step < :window
+        ), keys AS MATERIALIZED (
+            SELECT topic, {{key}}, min(turn) AS turn
+            FROM (SELECT * FROM seen UNION ALL SELECT topic, {{key}}, :window + step FROM walked WHERE step > 0) AS all_keys
+            GROUP BY topic, {{key}}
+        ), heads AS MATERIALIZED (
+            SELECT keys.topic, keys.{{key}}
+            FROM (SELECT * FROM keys ORDER BY turn) AS keys CROSS JOIN LATERAL (
+                SELECT (({Dialect.is_due}) OR ({Dialect.is_expired})) AND {Dialect.not_blocked} AS eligible
+                FROM {{outbox}} AS head
+                WHERE {{unsettled}} AND namespace = :namespace
+                  AND topic = keys.topic AND {{key}} = keys.{{key}}
+                ORDER BY seq LIMIT 1) AS head
+            WHERE head.eligible
+            LIMIT :limit::bigint
+        ), planned AS MATERIALIZED (
+            SELECT run.id, heads.topic, heads.{{key}}, run.place
+            FROM heads CROSS JOIN LATERAL (
+                SELECT id, row_number() OVER (ORDER BY seq) AS place, bool_and(eligible) OVER (ORDER BY seq) AS unbroken
+                FROM (
+                    SELECT id, seq, (({Dialect.is_due}) OR ({Dialect.is_expired})) AND {Dialect.not_blocked} AS eligible
+                    FROM {{outbox}} AS head
+                    WHERE {{unsettled}} AND namespace = :namespace
+                      AND topic = heads.topic AND {{key}} = heads.{{key}}
+                    ORDER BY seq
+                    LIMIT GREATEST(:limit / GREATEST((SELECT count(*) FROM heads), 1), :run::bigint)) AS next
+                ) AS run
+            WHERE run.unbroken
+            LIMIT :limit
+        ), locked AS MATERIALIZED (
+            SELECT id FROM {{outbox}}
+            WHERE id = ANY (ARRAY(SELECT id FROM planned)) AND (({Dialect.is_due}) OR ({Dialect.is_expired}))
+            FOR UPDATE SKIP LOCKED
+        ), chosen AS (
+            -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
+            SELECT id
+            FROM (
+                SELECT id, place, row_number() OVER (PARTITION BY topic, {{key}} ORDER BY place) AS nth
+                FROM planned JOIN locked USING (id)) AS numbered
+            WHERE nth = place
+        )
+        {take}
+        """
+
+    # -- settle ------------------------------------------------------------------------------------------------
+
+    def settle(self, settlements: Sequence[Settlement], *, keep_delivered: bool) -> Script[list[Claim]]:
+        changed = 0
+        for statement in self._settling(settlements, keep_delivered=keep_delivered):
+            result = yield statement
+            changed += result.count
+        if changed == len(settlements):
+            return []
+        known = yield from self._states([settlement.claim for settlement in settlements])
+        return [s.claim for s in settlements if is_lost(s, known.get(s.claim.message.id))]
+
+    def _states(self, claims: Sequence[Claim]) -> Script[dict[Any, tuple[int, str]]]:
+        states = yield self.sql(
+            "SELECT id, token, status FROM {outbox} WHERE id = ANY (:ids::uuid[])",
+            returns=True,
+            ids=[claim.message.id for claim in claims],
+        )
+        return {self.to_uuid(row[0]): (row[1], row[2]) for row in states.rows}
+
+    held: ClassVar[str] = """
+        FROM unnest(:ids::uuid[], :tokens::bigint[]) AS held(id, token)
+        WHERE {outbox}.id = held.id AND {outbox}.token = held.token
+        """
+    _keep: ClassVar[str] = f"""
+        UPDATE {{outbox}}
+        SET status = 'delivered', delivered_at = clock_timestamp(), updated_at = clock_timestamp(),
+            locked_by = NULL, locked_until = NULL, last_error = NULL
+        {held} AND status IN ('processing', 'dead')
+        """
+    _delete: ClassVar[str] = f"DELETE FROM {{outbox}} {held.replace('FROM', 'USING', 1)} AND status IN ('processing', 'dead')"
+
+    def _deliver(self, claims: Sequence[Claim], *, keep: bool) -> Statement:
+        return self.sql(self._keep if keep else self._delete, **_held(claims))
+
+    changing: ClassVar[str] = """
+        FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])
+             AS held(id, token, delay, error)
+        WHERE {outbox}.id = held.id AND {outbox}.token = held.token AND status = 'processing'
+        """
+
+    def _retry(self, retried: Sequence[tuple[Claim, Retry]]) -> Statement:
+        return self.sql(
+            """
+            UPDATE {outbox}
+            SET status = 'pending', next_attempt_at = clock_timestamp() + held.delay, last_error = held.error,
+                locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
+            """
+            + self.changing,
+            delays=[outcome.delay or timedelta(0) for _, outcome in retried],
+            errors=[outcome.error for _, outcome in retried],
+            **_held([claim for claim, _ in retried]),
+        )
+
+    def _bury(self, dead: Sequence[tuple[Claim, str]]) -> Statement:
+        return self.sql(
+            """
+            UPDATE {outbox}
+            SET status = 'dead', last_error = held.error,
+                locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
+            """
+            + self.changing,
+            delays=[timedelta(0)] * len(dead),
+            errors=[error for _, error in dead],
+            **_held([claim for claim, _ in dead]),
+        )
+
+    def _release(self, released: Sequence[tuple[Claim, timedelta]]) -> Statement:
+        return self.sql(
+            """
+            UPDATE {outbox}
+            SET status = 'pending', attempts = attempts - 1, next_attempt_at = clock_timestamp() + held.delay,
+                locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
+            """
+            + self.changing,
+            delays=[delay for _, delay in released],
+            errors=[""] * len(released),
+            **_held([claim for claim, _ in released]),
+        )
+
+    def extend(self, claims: Sequence[Claim], lease: timedelta) -> Script[list[Claim]]:
+        extended = yield self.sql(
+            "UPDATE {outbox} SET locked_until = {later}, updated_at = clock_timestamp()"
+            + self.held
+            + "AND status = 'processing'",
+            duration=lease,
+            **_held(claims),
+        )
+        if extended.count == len(claims):
+            return []
+        known = yield from self._states(claims)
+        return [c for c in claims if known.get(c.message.id) != (c.message.token, "processing")]
+
+    # -- upkeep ------------------------------------------------------------------------------------------------
+
+    def sweep(self, namespace: str, terms: ClaimTerms) -> Script[int]:
+        count = 0
+        for text, reason in ((self._crashed, LEASE_RAN_OUT), (self._spent, None)):
+            buried = yield self.sql(
+                f"""
+                UPDATE {{outbox}}
+                SET status = 'dead', locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp(),
+                    last_error = COALESCE(:reason::text, last_error, 'no attempts left')
+                WHERE id = ANY (ARRAY({text})) AND attempts >= :max_attempts AND status <> 'delivered'
+                """,
+                namespace=namespace,
+                max_attempts=terms.max_attempts,
+                chunk=CHUNK,
+                reason=reason,
+            )
+            count += buried.count
+        return count
+
+    _purge: ClassVar[str] = """
+        DELETE FROM {outbox}
+        WHERE id = ANY (ARRAY(
+            SELECT id FROM {outbox}
+            WHERE namespace = :namespace AND status = 'delivered' AND delivered_at <= {earlier}
+            ORDER BY delivered_at LIMIT :limit FOR UPDATE SKIP LOCKED))
+        """
+    _oldest: ClassVar[str] = """
+        SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM {outbox}
+        WHERE namespace = :namespace AND status = 'pending' AND {loose} AND next_attempt_at <= now()
+        UNION ALL
+        SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM {outbox}
+        WHERE namespace = :namespace AND status = 'pending' AND {ordered} AND next_attempt_at <= now()
+        """
+
+    # -- server ------------------------------------------------------------------------------------------------
+
+    def probe(self) -> Script[Server]:
+        answer = yield self.sql(
+            "SELECT current_setting('server_version_num')::int, pg_is_in_recovery()", returns=True
+        )
+        number, recovering = answer.rows[0]
+        return Server("PostgreSQL", (number // 10000,), read_only=recovering)
+
+    def is_supported(self, server: Server) -> bool:
+        return server.version >= (13,)
+
+
+def _held(claims: Sequence[Claim]) -> dict[str, list[Any]]:
+    return {"ids": [claim.message.id for claim in claims], "tokens": [claim.message.token for claim in claims]}
+
+

@@ -1,0 +1,58 @@
+"""MySQL and MariaDB through asyncmy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....errors import MissingExtraError, StoreError, StoreUnavailableError
+from ..driver import NetworkDriver
+from ..errors import mysql_error
+from ..statement import Result, Statement
+from ..url import Place
+
+try:
+    import asyncmy
+    from asyncmy import errors as asyncmy_errors
+    from asyncmy.cursors import Cursor
+except ImportError as error:
+    raise MissingExtraError("asyncmy", "mysql") from error
+
+__all__ = ["AsyncmyDriver"]
+
+
+class AsyncmyDriver(NetworkDriver[Any]):
+    """Connections of asyncmy, which is not typed."""
+
+    # Claims would lock gaps, and so hold up producers, in the default isolation of MySQL.
+    begin = "START TRANSACTION"
+
+    def __init__(self, place: Place, *, size: int = 5) -> None:
+        super().__init__(size=size, place=str(place), secret=place.password)
+        self._options: dict[str, Any] = {
+            "host": place.host or "127.0.0.1",
+            "port": place.port or 3306,
+            "user": place.user or "root",
+            "password": place.password or "",
+            "db": place.database,
+            "charset": "utf8mb4",
+            "autocommit": True,
+            "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
+        }
+
+    async def connect(self) -> Any:  # noqa: ANN401
+        return await asyncmy.connect(**self._options)
+
+    async def execute(self, connection: Any, statement: Statement) -> Result:  # noqa: ANN401
+        sql, params = statement.bind("format", arrays=False)
+        async with connection.cursor(Cursor) as cursor:
+            await cursor.execute(sql, params or None)
+            return Result(await cursor.fetchall() if statement.returns else (), cursor.rowcount)
+
+    def abort(self, connection: Any) -> None:  # noqa: ANN401
+        connection.close()
+
+    def kind_of(self, error: Exception) -> type[StoreError]:
+        if isinstance(error, asyncmy_errors.MySQLError) and error.args and isinstance(error.args[0], int):
+            return mysql_error(error.args[0])
+        unreachable = isinstance(error, OSError | EOFError | asyncmy_errors.MySQLError)
+        return StoreUnavailableError if unreachable else StoreError

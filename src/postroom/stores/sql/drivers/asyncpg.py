@@ -1,0 +1,73 @@
+"""PostgreSQL through asyncpg."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ....errors import MissingExtraError, StoreError, StoreUnavailableError
+from ..driver import NetworkDriver
+from ..errors import SETTINGS, postgres_error
+from ..statement import Result, Statement
+from ..url import Place
+
+try:
+    import asyncpg
+except ImportError as error:
+    raise MissingExtraError("asyncpg", "postgres") from error
+
+__all__ = ["AsyncpgDriver"]
+
+
+class AsyncpgDriver(NetworkDriver["asyncpg.Connection[asyncpg.Record]"]):
+    """Connections of asyncpg."""
+
+    def __init__(self, place: Place, *, size: int = 5, statement_cache_size: int = 100) -> None:
+        super().__init__(size=size, place=str(place), secret=place.password)
+        self._dsn = place.dsn
+        self._cache = statement_cache_size
+
+    async def connect(self) -> asyncpg.Connection[asyncpg.Record]:
+        # PgBouncer refuses settings at connect, so they are made after it.
+        connection = await asyncpg.connect(self._dsn, statement_cache_size=self._cache)
+        try:
+            for name, value in SETTINGS.items():
+                await connection.execute("SELECT set_config($1, $2, false)", name, value)
+        except BaseException:
+            connection.terminate()
+            raise
+        return connection
+
+    async def execute(self, connection: asyncpg.Connection[asyncpg.Record], statement: Statement) -> Result:
+        sql, params = statement.bind("numeric", arrays=True)
+        if statement.returns:
+            rows: list[Any] = await connection.fetch(sql, *params)
+            return Result(rows, len(rows))
+        tag = await connection.execute(sql, *params)
+        count = tag.rpartition(" ")[2]
+        return Result((), int(count) if count.isdecimal() else 0)
+
+    def abort(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
+        connection.terminate()
+
+    def kind_of(self, error: Exception) -> type[StoreError]:
+        if isinstance(error, asyncpg.PostgresError):
+            return postgres_error(error.sqlstate)
+        unreachable = isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError)
+        return StoreUnavailableError if unreachable else StoreError
+
+    async def listen(self, channel: str, wake: Callable[[], None]) -> None:
+        """Listen on a connection of its own until it breaks or the task is cancelled."""
+        connection = await self._take()
+        lost = asyncio.Event()
+        connection.add_termination_listener(lambda _: lost.set())
+        try:
+            await connection.add_listener(channel, lambda *_: wake())
+            wake()  # what was notified before is not told again
+            await lost.wait()
+        except Exception as error:
+            raise self._translated(error) from self._cause(error)
+        finally:
+            self.abort(connection)
+        raise StoreUnavailableError(f"{self._place}: the listening connection was closed")

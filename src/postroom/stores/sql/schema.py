@@ -1,0 +1,108 @@
+"""The schema: versioned, applied on request and never by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ...errors import SchemaMissingError, SchemaVersionError
+from .dialect import Dialect
+from .statement import Script
+
+__all__ = ["VERSION", "Schema"]
+
+#: The version that this release reads and writes.
+VERSION = 1
+
+
+class Schema:
+    """The tables, indexes and views of one outbox."""
+
+    ddl: ClassVar[Sequence[str]]
+    version_ddl: ClassVar[str]
+    #: Counts the tables called ``:table``.
+    exists: ClassVar[str]
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+
+    def statements(self) -> list[str]:
+        """Return all of it as SQL, for migrations of your own."""
+        texts = [*self.prepare(), *self.ddl, self.version_ddl, self.record]
+        return [self.dialect.sql(text).text for text in texts]
+
+    #: Says in the version table that this version is there; to say it twice changes nothing.
+    record: ClassVar[str] = (
+        f"INSERT INTO {{version}} (version) SELECT {VERSION} "
+        f"WHERE NOT EXISTS (SELECT 1 FROM {{version}} WHERE version = {VERSION})"
+    )
+
+    def prepare(self) -> Sequence[str]:
+        """Return what must stand before the tables."""
+        return ()
+
+    def lock(self) -> Script[None]:
+        """Keep other runs of `apply` waiting; by default the transaction does."""
+        yield from ()
+
+    def unlock(self) -> Script[None]:
+        """Let other runs of `apply` go on; by default the end of the transaction does."""
+        yield from ()
+
+    def apply(self) -> Script[bool]:
+        """Create what is missing; tell whether anything was. Safe to run twice, and to run at once."""
+        yield from self.lock()
+        try:
+            found = yield from self.current()
+            if found is not None and found > VERSION:
+                raise SchemaVersionError(self.dialect.names.table, found, VERSION)
+            differences = yield from self.check()
+            for text in self.statements() if differences else ():
+                yield self.dialect.sql(text)
+        finally:
+            yield from self.unlock()
+        return bool(differences)
+
+    def current(self) -> Script[int | None]:
+        """Return the version that is there, None if there is none."""
+        table = f"{self.dialect.names.table}_version"
+        there = yield self.dialect.sql(self.exists, returns=True, **self._table(table))
+        if not there.rows[0][0]:
+            return None
+        found = yield self.dialect.sql("SELECT max(version) FROM {version}", returns=True)
+        version: int | None = found.rows[0][0]
+        return version
+
+    def verify(self) -> Script[None]:
+        """Raise the error that tells what to do, unless the version is the right one."""
+        table = self.dialect.names.table
+        there = yield self.dialect.sql(self.exists, returns=True, **self._table(table))
+        found = yield from self.current()
+        if not there.rows[0][0]:
+            raise SchemaMissingError(table)
+        if found != VERSION:
+            raise SchemaVersionError(table, found or 0, VERSION)
+
+    def check(self) -> Script[list[str]]:
+        """Return every difference between what is there and what should be, as sentences."""
+        version = yield from self.current()
+        found = yield from self.describe()
+        wanted = yield from self.wanted()
+        differences = [] if version == VERSION else [f"version is {version or 'missing'}, should be {VERSION}"]
+        for part, definition in wanted.items():
+            if part not in found:
+                differences.append(f"{part} is missing")
+            elif found[part] != definition:
+                differences.append(f"{part} is {found[part]!r}, should be {definition!r}")
+        return differences
+
+    def _table(self, table: str) -> dict[str, str]:
+        return {"table": table}
+
+    def describe(self) -> Script[dict[str, str]]:
+        """Return each part of the schema that is there, with its definition."""
+        raise NotImplementedError
+
+    def wanted(self) -> Script[dict[str, str]]:
+        """Return what `describe` should find."""
+        raise NotImplementedError

@@ -1,0 +1,130 @@
+"""The tables of MySQL and MariaDB."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ....errors import StoreContentionError
+from ..schema import Schema
+from ..statement import Script
+
+__all__ = ["MySQLSchema"]
+
+_LINE = re.compile(r"^(?:(PRIMARY KEY|UNIQUE KEY|KEY|CONSTRAINT) )?(?:`(\w+)` ?)?(.*?),?$")
+
+
+class MySQLSchema(Schema):
+    """Tables of MySQL; a wanted one is built as a temporary table, for the server to describe both."""
+
+    version_ddl = """
+        CREATE TABLE IF NOT EXISTS {version} (
+            version INT NOT NULL PRIMARY KEY,
+            applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)
+        ) ENGINE=InnoDB
+        """
+    record = "INSERT IGNORE INTO {version} (version) VALUES (1)"
+    exists = "SELECT count(*) FROM information_schema.tables WHERE table_schema = DATABASE() AND table_name = :table"
+    table: ClassVar[str] = """
+        CREATE TABLE IF NOT EXISTS {outbox} (
+            id BINARY(16) NOT NULL,
+            seq BIGINT NOT NULL AUTO_INCREMENT,
+            namespace VARCHAR(100) NOT NULL,
+            topic VARCHAR(249) NOT NULL,
+            type VARCHAR(255) NOT NULL,
+            {key} VARCHAR(255),
+            tenant_id BINARY(16),
+            dedupe_key VARCHAR(255),
+            payload LONGBLOB NOT NULL,
+            content_type VARCHAR(255) NOT NULL,
+            headers LONGTEXT NOT NULL,
+            status VARCHAR(10) NOT NULL DEFAULT 'pending',
+            attempts INT NOT NULL DEFAULT 0,
+            token BIGINT NOT NULL DEFAULT 0,
+            next_attempt_at DATETIME(6) NOT NULL,
+            locked_by BINARY(16),
+            locked_until DATETIME(6),
+            last_error TEXT,
+            created_at DATETIME(6) NOT NULL,
+            updated_at DATETIME(6) NOT NULL,
+            delivered_at DATETIME(6),
+            ordered TINYINT GENERATED ALWAYS AS ({key} IS NOT NULL) VIRTUAL,
+            unsettled TINYINT GENERATED ALWAYS AS
+                (CASE WHEN {key} IS NOT NULL AND status IN ('pending', 'processing') THEN 1 END) VIRTUAL,
+            PRIMARY KEY (id),
+            UNIQUE KEY {seq} (seq),
+            UNIQUE KEY {dedupe} (namespace, topic, dedupe_key),
+            KEY {ready} (namespace, status, ordered, next_attempt_at, seq),
+            KEY {leased} (namespace, status, ordered, locked_until, seq),
+            KEY {keyed} (namespace, unsettled, topic, {key}, seq),
+            KEY {dead} (namespace, status, topic, {key}, seq),
+            KEY {delivered} (namespace, status, delivered_at),
+            CONSTRAINT {status_check} CHECK (status IN ('pending', 'processing', 'delivered', 'dead')),
+            CONSTRAINT {worker_check} CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
+            CONSTRAINT {lease_check} CHECK ((locked_by IS NULL) = (locked_until IS NULL))
+        ) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin
+        """
+    ddl: ClassVar[Sequence[str]] = (
+        table,
+        "CREATE TABLE IF NOT EXISTS {lock} (number SMALLINT NOT NULL PRIMARY KEY) ENGINE=InnoDB",
+        """
+        CREATE OR REPLACE VIEW {published} AS
+        SELECT seq AS id, created_at, topic, type AS event_type,
+               CASE WHEN content_type = 'application/json' THEN CONVERT(payload USING utf8mb4) END AS data,
+               headers AS attributes, status = 'delivered' AS published
+        FROM {outbox}
+        """,
+        """
+        CREATE OR REPLACE VIEW {messages} AS
+        SELECT id, payload, headers AS properties, created_at, delivered_at AS published_at, attempts, last_error,
+               updated_at
+        FROM {outbox}
+        """,
+    )
+
+    def lock(self) -> Script[None]:
+        # DDL commits by itself, so the lock belongs to the connection.
+        taken = yield self.dialect.sql("SELECT GET_LOCK(:name, 60)", returns=True, name=self.dialect.names.table)
+        if taken.rows[0][0] != 1:
+            raise StoreContentionError("another `schema apply` has been running for a minute; try again later")
+
+    def unlock(self) -> Script[None]:
+        yield self.dialect.sql("SELECT RELEASE_LOCK(:name)", returns=True, name=self.dialect.names.table)
+
+    def describe(self) -> Script[dict[str, str]]:
+        table = self.dialect.names.table
+        there = yield self.dialect.sql(self.exists, returns=True, table=table)
+        parts: dict[str, str] = {}
+        if there.rows[0][0]:
+            shown = yield self.dialect.sql("SHOW CREATE TABLE {outbox}", returns=True)
+            parts = _parts(shown.rows[0][1])
+        others = yield self.dialect.sql(
+            "SELECT table_name FROM information_schema.tables "
+            "WHERE table_schema = DATABASE() AND table_name IN (:lock, :published, :messages)",
+            returns=True,
+            lock=f"{table}_lock",
+            published=f"{table}_published",
+            messages=f"{table}_messages",
+        )
+        return parts | {f"table or view {row[0]}": "" for row in others.rows}
+
+    def wanted(self) -> Script[dict[str, str]]:
+        model = self.table.replace("CREATE TABLE IF NOT EXISTS", "CREATE TEMPORARY TABLE")
+        yield self.dialect.sql(model)
+        shown = yield self.dialect.sql("SHOW CREATE TABLE {outbox}", returns=True)
+        yield self.dialect.sql("DROP TEMPORARY TABLE {outbox}")
+        table = self.dialect.names.table
+        others = dict.fromkeys((f"table or view {table}_{name}" for name in ("lock", "published", "messages")), "")
+        return _parts(shown.rows[0][1]) | others
+
+
+def _parts(text: str) -> dict[str, str]:
+    """Return columns, keys and checks by name, from what SHOW CREATE TABLE says."""
+    parts: dict[str, str] = {}
+    for line in text.splitlines()[1:-1]:
+        match = _LINE.match(line.strip())
+        if match is not None:
+            kind = (match[1] or "column").lower()
+            parts[f"{kind} {match[2] or ''}".strip()] = match[3]
+    return parts

@@ -1,0 +1,127 @@
+"""The tables of SQLite."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ..schema import Schema
+from ..statement import Script
+
+__all__ = ["SQLiteSchema"]
+
+_CREATED = re.compile(r'CREATE (?:UNIQUE )?(TABLE|INDEX|VIEW) (?:IF NOT EXISTS )?"(\w+)"')
+
+
+class SQLiteSchema(Schema):
+    """Tables of SQLite; the text that made them is what is compared."""
+
+    version_ddl = (
+        "CREATE TABLE IF NOT EXISTS {version} (version INTEGER PRIMARY KEY, applied_at INTEGER NOT NULL DEFAULT ({now}))"
+    )
+    exists = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = :table"
+
+    ddl: ClassVar[Sequence[str]] = (
+        """
+        CREATE TABLE IF NOT EXISTS {outbox} (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            namespace TEXT NOT NULL,
+            topic TEXT NOT NULL,
+            type TEXT NOT NULL,
+            {key} TEXT,
+            tenant_id TEXT,
+            dedupe_key TEXT,
+            payload BLOB NOT NULL,
+            content_type TEXT NOT NULL,
+            headers TEXT NOT NULL DEFAULT '{}',
+            status TEXT NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'processing', 'delivered', 'dead')),
+            attempts INTEGER NOT NULL DEFAULT 0,
+            token INTEGER NOT NULL DEFAULT 0,
+            next_attempt_at INTEGER NOT NULL DEFAULT ({now}),
+            locked_by TEXT,
+            locked_until INTEGER,
+            last_error TEXT,
+            created_at INTEGER NOT NULL DEFAULT ({now}),
+            updated_at INTEGER NOT NULL DEFAULT ({now}),
+            delivered_at INTEGER,
+            CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
+            CHECK ((locked_by IS NULL) = (locked_until IS NULL))
+        )
+        """,
+        """
+        CREATE UNIQUE INDEX IF NOT EXISTS {dedupe} ON {outbox} (namespace, topic, dedupe_key)
+        WHERE dedupe_key IS NOT NULL
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {ready} ON {outbox} (namespace, next_attempt_at, seq)
+        WHERE status = 'pending' AND {key} IS NULL
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {ready_keyed} ON {outbox} (namespace, next_attempt_at, seq)
+        WHERE status = 'pending' AND {key} IS NOT NULL
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {leased} ON {outbox} (namespace, locked_until, seq)
+        WHERE status = 'processing'
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {keyed} ON {outbox} (namespace, topic, {key}, seq)
+        WHERE {key} IS NOT NULL AND status IN ('pending', 'processing')
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {dead} ON {outbox} (namespace, topic, {key}, seq)
+        WHERE status = 'dead'
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {delivered} ON {outbox} (namespace, delivered_at)
+        WHERE status = 'delivered'
+        """,
+        """
+        CREATE VIEW IF NOT EXISTS {published} AS
+        SELECT seq AS id, strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000.0, 'unixepoch') AS created_at, topic,
+               type AS event_type,
+               CASE WHEN content_type = 'application/json' THEN CAST(payload AS TEXT) END AS data,
+               headers AS attributes, status = 'delivered' AS published
+        FROM {outbox}
+        """,
+        """
+        CREATE VIEW IF NOT EXISTS {messages} AS
+        SELECT id, payload, headers AS properties,
+               strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000.0, 'unixepoch') AS created_at,
+               strftime('%Y-%m-%dT%H:%M:%fZ', delivered_at / 1000.0, 'unixepoch') AS published_at,
+               attempts, last_error,
+               strftime('%Y-%m-%dT%H:%M:%fZ', updated_at / 1000.0, 'unixepoch') AS updated_at
+        FROM {outbox}
+        """,
+    )
+
+    def describe(self) -> Script[dict[str, str]]:
+        found = yield self.dialect.sql(
+            "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND (tbl_name = :table OR type = 'view')",
+            returns=True,
+            table=self.dialect.names.table,
+        )
+        return _parts([row[0] for row in found.rows])
+
+    def wanted(self) -> Script[dict[str, str]]:
+        yield from ()
+        return _parts([self.dialect.sql(text).text for text in self.ddl])
+
+
+def _parts(texts: Sequence[str]) -> dict[str, str]:
+    """Return columns, constraints, indexes and views by name, as SQLite keeps them: as text."""
+    parts: dict[str, str] = {}
+    for text in texts:
+        created = _CREATED.match(text)
+        if created is None:
+            continue
+        if created[1] != "TABLE":
+            parts[f"{created[1].lower()} {created[2]}"] = " ".join(text[created.end() :].split())
+            continue
+        for line in (line.strip().rstrip(",") for line in text.splitlines()[1:-1]):
+            name, _, definition = line.partition(" ")
+            is_check = name == "CHECK"
+            parts[f"check {definition}" if is_check else f"column {name.strip(chr(34))}"] = definition
+    return parts

@@ -1,0 +1,354 @@
+"""The store in an SQL database: one dialect, one driver, one table."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from ...errors import (
+    ConfigurationError,
+    DecodeError,
+    InvalidNameError,
+    ReadOnlyStoreError,
+    StoreContentionError,
+    UnsupportedDatabaseError,
+)
+from ...message import DEFAULT_NAMESPACE, Message, is_namespace
+from ...store import Claim, ClaimTerms, Features, Settlement, Stats
+from .dialects.mysql import MySQL
+from .dialects.postgres import PostgreSQL
+from .dialects.sqlite import SQLite
+from .driver import Driver
+from .names import Names
+from .schema import Schema
+from .schemas.mysql import MySQLSchema
+from .schemas.postgres import PostgresSchema
+from .schemas.sqlite import SQLiteSchema
+from .statement import Result, Row, Script, Statement, run
+from .url import Place
+
+__all__ = ["MySQLStore", "PostgresStore", "SQLStore", "SQLiteStore"]
+
+T = TypeVar("T")
+
+WEEK = timedelta(days=7)
+TIMEOUT = timedelta(seconds=10)
+#: DDL may have to wait for other transactions.
+SCHEMA_TIMEOUT = timedelta(minutes=5)
+#: How often suspects are asked for first, so that a constant load cannot starve them.
+SUSPECTS_EVERY = 16
+CONTENTION_RETRIES = 3
+
+
+class SQLStore:
+    """The messages of one namespace in one outbox table."""
+
+    def __init__(  # noqa: PLR0913 -- what the subclasses choose, and what users may
+        self,
+        schema: Schema,
+        driver: Driver,
+        *,
+        namespace: str = DEFAULT_NAMESPACE,
+        keep_delivered: timedelta = WEEK,
+        timeout: timedelta = TIMEOUT,
+        features: Features | None = None,
+    ) -> None:
+        """Set up a store; no connection is made.
+
+        Args:
+            schema: The tables, in the words of one database.
+            driver: What runs statements on that database.
+            namespace: Whose messages these are.
+            keep_delivered: How long delivered messages stay; zero deletes them at once, which is fastest.
+            timeout: How long one call to the database may take.
+            features: What the store promises.
+        """
+        if not is_namespace(namespace):
+            raise InvalidNameError("namespace", namespace, "1 to 100 printable characters")
+        if keep_delivered < timedelta(0) or timeout <= timedelta(0):
+            raise ConfigurationError(f"keep_delivered={keep_delivered} and timeout={timeout} must not be negative")
+        self.namespace = namespace
+        self.features = features or Features()
+        self.keep_delivered = keep_delivered
+        self.schema = schema
+        self._dialect = schema.dialect
+        self._driver = driver
+        self._timeout = timeout
+        self._is_open = False
+        self._turn = 0
+
+    def __repr__(self) -> str:
+        """Leave out where the database is: its URL may hold a password."""
+        return f"{type(self).__name__}(namespace={self.namespace!r}, table={self._dialect.names.table!r})"
+
+    async def open(self) -> None:
+        """Connect, and check server and schema."""
+        if not self._is_open:
+            await self._run(self._opening(), atomic=False)
+            self._is_open = True
+
+    def _opening(self) -> Script[None]:
+        server = yield from self._dialect.probe()
+        if not self._dialect.is_supported(server):
+            version = ".".join(str(part) for part in server.version)
+            raise UnsupportedDatabaseError(f"{server.product} {version}", self._dialect.needed)
+        if server.read_only:
+            raise ReadOnlyStoreError("the connection leads to a replica or a read-only server; use the primary")
+        yield from self.schema.verify()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._is_open = False
+        await self._driver.close()
+
+    async def apply_schema(self) -> bool:
+        """Create or bring up to date the tables; tell whether there was anything to do."""
+        return await self._driver.run(self.schema.apply(), timeout=SCHEMA_TIMEOUT)
+
+    async def check_schema(self) -> list[str]:
+        """Return how the tables differ from what this version needs; nothing is changed."""
+        return await self._driver.run(self.schema.check(), timeout=SCHEMA_TIMEOUT)
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        """Lease up to ``limit`` messages that are due."""
+        rows, suspect = await self._run(self._claiming(limit, terms), atomic=self._dialect.atomic)
+        claims = [self._claim(row, suspect=suspect) for row in sorted(rows, key=lambda row: row[12])]
+        return [claim for claim in claims if claim is not None]
+
+    def _claiming(self, limit: int, terms: ClaimTerms) -> Script[tuple[Sequence[Row], bool]]:
+        self._turn += 1
+        if self._turn % SUSPECTS_EVERY == 0:
+            suspects = yield from self._dialect.claim_suspect(self.namespace, terms)
+            if suspects:
+                return suspects, True
+        rows: list[Row] = []
+        lanes = [self._dialect.claim_loose, self._dialect.claim_keyed]
+        for lane in lanes if self._turn % 2 else reversed(lanes):
+            rows += yield from lane(self.namespace, limit - len(rows), terms)
+            if len(rows) == limit:
+                break
+        if rows:
+            return rows, False
+        return (yield from self._dialect.claim_suspect(self.namespace, terms)), True
+
+    def _claim(self, row: Row, *, suspect: bool) -> Claim | None:
+        try:
+            return Claim(self._dialect.decode(row, self.namespace), suspect)
+        except DecodeError as error:
+            try:
+                identity = self._dialect.to_uuid(row[0])
+            except (ValueError, TypeError):
+                return None  # without its id nothing can be said of it; the sweep will bury it
+            return Claim(Message(id=identity, topic="?", payload=b"", token=row[11], attempt=row[10]), broken=str(error))
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        """Record what became of claims; return those that were lost."""
+        if not settlements:
+            return []
+        keep = self.keep_delivered > timedelta(0)
+        return await self._retrying(lambda: self._dialect.settle(settlements, keep_delivered=keep))
+
+    async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
+        """Lease claims anew from now on; return those that were lost."""
+        return await self._retrying(lambda: self._dialect.extend(claims, lease)) if claims else []
+
+    async def sweep(self, terms: ClaimTerms) -> int:
+        """Make messages dead that have no attempt left."""
+        return await self._retrying(lambda: self._dialect.sweep(self.namespace, terms))
+
+    async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
+        """Delete delivered messages past their retention, one chunk of them."""
+        deleted = await self._retrying(lambda: _one(self._dialect.purge(self.namespace, older_than, limit)))
+        return deleted.count
+
+    async def stats(self) -> Stats:
+        """Tell how the namespace is doing."""
+        return await self._run(self._dialect.stats(self.namespace), atomic=False)
+
+    async def listen(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` at every hint of another process."""
+        await self._driver.listen(self._dialect.channel(self.namespace), wake)
+
+    async def _run(self, script: Script[T], *, atomic: bool) -> T:
+        return await self._driver.run(script, atomic=atomic, timeout=self._timeout)
+
+    async def _retrying(self, make: Callable[[], Script[T]]) -> T:
+        for attempt in range(CONTENTION_RETRIES):
+            try:
+                return await self._run(make(), atomic=self._dialect.atomic)
+            except StoreContentionError:
+                await asyncio.sleep(random.uniform(0, 0.05) * 2**attempt)
+        return await self._run(make(), atomic=self._dialect.atomic)
+
+
+class PostgresStore(SQLStore):
+    """A store in PostgreSQL.
+
+    Example:
+        >>> from postroom.stores import PostgresStore
+        >>> PostgresStore("postgresql://app:secret@localhost/shop", namespace="shop")
+        PostgresStore(namespace='shop', table='postroom_outbox')
+    """
+
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+        self,
+        dsn: str,
+        *,
+        namespace: str = DEFAULT_NAMESPACE,
+        table: str = "postroom_outbox",
+        schema: str | None = None,
+        driver: Literal["asyncpg", "psycopg"] = "asyncpg",
+        keep_delivered: timedelta = WEEK,
+        timeout: timedelta = TIMEOUT,
+        connections: int = 5,
+    ) -> None:
+        """Set up a store on ``dsn``, which begins with ``postgresql://``."""
+        place = Place.parse(dsn, schemes=("postgresql", "postgres"))
+        super().__init__(
+            PostgresSchema(PostgreSQL(Names(table=table, schema=schema))),
+            _postgres_driver(driver, place, connections),
+            namespace=namespace,
+            keep_delivered=keep_delivered,
+            timeout=timeout,
+            features=Features(wakeups=True),
+        )
+        self._waking: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def open(self) -> None:
+        """Connect, and check server and schema."""
+        self._loop = asyncio.get_running_loop()
+        await super().open()
+
+    def notify(self) -> None:
+        """Hint to dispatchers of other processes that there is work, at most once in ten milliseconds.
+
+        May be called from any thread, after the store was opened. A hint that fails is dropped: polling is the truth.
+        """
+        if self._loop is None:
+            raise ConfigurationError("the store is not open; call `await store.open()` before notify()")
+        self._loop.call_soon_threadsafe(self._schedule_notify)
+
+    def _schedule_notify(self) -> None:
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._notify_soon())
+
+    async def _notify_soon(self) -> None:
+        await asyncio.sleep(0.01)
+        # What commits from here on is not covered by this hint and must be able to schedule the next.
+        self._waking = None
+        hint = self._dialect.sql(
+            "SELECT pg_notify(:channel::text, '')", returns=True, channel=self._dialect.channel(self.namespace)
+        )
+        try:
+            await self._run(_one(hint), atomic=False)
+        except Exception:  # noqa: BLE001, S110 -- a lost hint costs latency, never a message
+            pass
+
+
+class MySQLStore(SQLStore):
+    """A store in MySQL or MariaDB.
+
+    Example:
+        >>> from postroom.stores import MySQLStore
+        >>> MySQLStore("mysql://app:secret@localhost/shop", namespace="shop")
+        MySQLStore(namespace='shop', table='postroom_outbox')
+    """
+
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+        self,
+        url: str,
+        *,
+        namespace: str = DEFAULT_NAMESPACE,
+        table: str = "postroom_outbox",
+        keep_delivered: timedelta = WEEK,
+        timeout: timedelta = TIMEOUT,
+        connections: int = 5,
+    ) -> None:
+        """Set up a store on ``url``, which begins with ``mysql://`` or ``mariadb://``."""
+        from .drivers.asyncmy import AsyncmyDriver  # noqa: PLC0415 -- an extra
+
+        place = Place.parse(url, schemes=("mysql", "mariadb"))
+        super().__init__(
+            MySQLSchema(MySQL(Names(table=table))),
+            AsyncmyDriver(place, size=connections),
+            namespace=namespace,
+            keep_delivered=keep_delivered,
+            timeout=timeout,
+        )
+
+
+class SQLiteStore(SQLStore):
+    """A store in a SQLite file.
+
+    Example:
+        >>> from postroom.stores import SQLiteStore
+        >>> SQLiteStore("shop.sqlite3", namespace="shop")
+        SQLiteStore(namespace='shop', table='postroom_outbox')
+    """
+
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+        self,
+        path: str | Path,
+        *,
+        namespace: str = DEFAULT_NAMESPACE,
+        table: str = "postroom_outbox",
+        keep_delivered: timedelta = WEEK,
+        timeout: timedelta = TIMEOUT,
+        wal: bool = True,
+    ) -> None:
+        """Set up a store on a file.
+
+        Args:
+            path: Where the file is; it is made if it is not there.
+            namespace: Whose messages these are.
+            table: The name of the outbox table.
+            keep_delivered: How long delivered messages stay.
+            timeout: How long one call may take.
+            wal: Switch the file to write-ahead logging, which is for good and for all who use it.
+        """
+        from .drivers.sqlite import SQLiteDriver  # noqa: PLC0415 -- loads the C library
+
+        if str(path) == ":memory:" or str(path) == "":
+            raise ConfigurationError("a SQLite store needs a file, since a dispatcher opens it again; or use MemoryStore")
+        super().__init__(
+            SQLiteSchema(SQLite(Names(table=table))),
+            SQLiteDriver(Path(path), wal=wal, busy_timeout=timeout / 2),
+            namespace=namespace,
+            keep_delivered=keep_delivered,
+            timeout=timeout,
+        )
+
+    @staticmethod
+    def create_tables(connection: sqlite3.Connection, *, table: str = "postroom_outbox") -> None:
+        """Create the tables through a connection of your own, in its transaction if one is open."""
+
+        def execute(statement: Statement) -> Result:
+            sql, params = statement.bind("qmark", arrays=False)
+            cursor = connection.execute(sql, params)
+            return Result(cursor.fetchall() if statement.returns else (), cursor.rowcount)
+
+        run(SQLiteSchema(SQLite(Names(table=table))).apply(), execute)
+
+
+def _postgres_driver(name: Literal["asyncpg", "psycopg"], place: Place, connections: int) -> Driver:
+    if name == "asyncpg":
+        from .drivers.asyncpg import AsyncpgDriver  # noqa: PLC0415 -- an extra
+
+        return AsyncpgDriver(place, size=connections)
+    if name == "psycopg":
+        from .drivers.psycopg import PsycopgDriver  # noqa: PLC0415 -- an extra
+
+        return PsycopgDriver(place, size=connections)
+    raise ConfigurationError(f"no driver {name!r} for PostgreSQL; use 'asyncpg' or 'psycopg'")
+
+
+def _one(statement: Statement) -> Script[Result]:
+    return (yield statement)
+
+

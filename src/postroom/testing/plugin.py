@@ -1,0 +1,167 @@
+"""The pytest plugin: fixtures that give a test a real database of its own.
+
+Nothing happens until a test asks for a fixture. A run has one server of each kind, also when
+pytest-xdist spreads it over several processes: the controller keeps the servers, and its
+workers ask it. A server that cannot be had skips the tests that need it and says so loudly;
+where the environment variable ``CI`` is set they fail instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
+from uuid import uuid4
+
+import pytest
+
+from .clients import MariaDBClient, PostgresClient, SqlClient, ValkeyClient
+from .programs import ServerMissingError
+from .room import ServerRoom, ask
+from .servers import MariaDBServer, PostgresServer, Server, ValkeyServer
+
+__all__ = [
+    "mariadb_dsn",
+    "mariadb_server",
+    "postgres_dsn",
+    "postgres_server",
+    "private_mariadb",
+    "private_postgres",
+    "private_valkey",
+    "pytest_configure_node",
+    "pytest_terminal_summary",
+    "pytest_unconfigure",
+    "skip_or_fail",
+    "sqlite_path",
+    "valkey_server",
+]
+
+_OVERRIDES: Final[Mapping[str, str]] = {
+    "postgres": "POSTROOM_TEST_POSTGRES_DSN",
+    "mariadb": "POSTROOM_TEST_MARIADB_DSN",
+    "valkey": "POSTROOM_TEST_VALKEY_URL",
+}
+_MISSING: Final = "SERVER MISSING: "
+_ADDRESS: Final = "postroom_server_room"
+_ROOM: Final = pytest.StashKey[ServerRoom]()
+_ServerT = TypeVar("_ServerT", bound=Server)
+
+
+@pytest.fixture(scope="session")
+def postgres_server(pytestconfig: pytest.Config) -> PostgresClient:
+    """A client of the PostgreSQL server of this test run."""
+    return PostgresClient(_dsn(pytestconfig, "postgres"))
+
+
+@pytest.fixture(scope="session")
+def mariadb_server(pytestconfig: pytest.Config) -> MariaDBClient:
+    """A client of the MariaDB server of this test run."""
+    return MariaDBClient(_dsn(pytestconfig, "mariadb"))
+
+
+@pytest.fixture(scope="session")
+def valkey_server(pytestconfig: pytest.Config) -> ValkeyClient:
+    """A client of the Valkey server of this test run."""
+    return ValkeyClient(_dsn(pytestconfig, "valkey"))
+
+
+@pytest.fixture
+def postgres_dsn(postgres_server: PostgresClient) -> Iterator[str]:
+    """The DSN of an empty PostgreSQL database that is this test's own."""
+    yield from _fresh_database(postgres_server)
+
+
+@pytest.fixture
+def mariadb_dsn(mariadb_server: MariaDBClient) -> Iterator[str]:
+    """The DSN of an empty MariaDB database that is this test's own."""
+    yield from _fresh_database(mariadb_server)
+
+
+@pytest.fixture
+def private_postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server that is this test's own, to be killed, paused and restarted."""
+    yield from _private(PostgresServer())
+
+
+@pytest.fixture
+def private_mariadb() -> Iterator[MariaDBServer]:
+    """A MariaDB server that is this test's own, to be killed, paused and restarted."""
+    yield from _private(MariaDBServer())
+
+
+@pytest.fixture
+def private_valkey() -> Iterator[ValkeyServer]:
+    """A Valkey server that is this test's own, to be killed, paused and restarted."""
+    yield from _private(ValkeyServer())
+
+
+@pytest.fixture
+def sqlite_path(tmp_path: Path) -> Path:
+    """The path of a SQLite database that does not exist yet."""
+    return tmp_path / "postroom.sqlite3"
+
+
+def skip_or_fail(error: ServerMissingError) -> NoReturn:
+    """Skip a test whose server is missing, or fail it where ``CI`` is set."""
+    if os.environ.get("CI"):
+        pytest.fail(str(error), pytrace=False)
+    pytest.skip(f"{_MISSING}{error.title}: {error.advice}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:  # noqa: ANN401 -- xdist may not be installed
+    """Tell a worker of pytest-xdist where the servers are."""
+    node.workerinput[_ADDRESS] = _room(node.config).address
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the servers of this run."""
+    if room := config.stash.get(_ROOM, None):
+        room.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which servers were missing, and how many tests were not run because of it."""
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    missing = Counter(why.partition(_MISSING)[2] for why in reasons if _MISSING in why)
+    if missing:
+        terminalreporter.section("SERVERS MISSING", sep="!", red=True, bold=True)
+    for what, count in sorted(missing.items()):
+        title, _, advice = what.partition(": ")
+        tests = "1 test" if count == 1 else f"{count} tests"
+        terminalreporter.line(f"{title}: {tests} skipped. To run them {advice}", red=True)
+
+
+def _room(config: pytest.Config) -> ServerRoom:
+    return config.stash.setdefault(_ROOM, ServerRoom())
+
+
+def _dsn(config: pytest.Config, kind: str) -> str:
+    if override := os.environ.get(_OVERRIDES[kind]):
+        return override
+    address = getattr(config, "workerinput", {}).get(_ADDRESS)
+    try:
+        return ask(address, kind) if address else _room(config).dsn(kind)
+    except ServerMissingError as error:
+        skip_or_fail(error)
+
+
+def _private(server: _ServerT) -> Iterator[_ServerT]:
+    try:
+        server.start()
+    except ServerMissingError as error:
+        skip_or_fail(error)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _fresh_database(server: SqlClient) -> Iterator[str]:
+    name = f"test_{uuid4().hex}"
+    try:
+        yield server.create_database(name)
+    finally:
+        server.drop_database(name)

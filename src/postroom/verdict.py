@@ -1,0 +1,84 @@
+"""What a publisher's answers mean: the outcome of every message of a batch, decided without any I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from .message import Message
+from .retry import Delay
+from .store import Dead, Delivered, Outcome, Release, Retry
+
+__all__ = ["Verdict", "judge"]
+
+NO_ANSWER = "PublishUnknownError: no answer came in time; the message may have been delivered"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcomes of a batch, and what it says about the destinations."""
+
+    outcomes: Sequence[Outcome]
+    #: Topics of which something was heard, and topics that are down.
+    alive: frozenset[str] = field(default_factory=frozenset[str])
+    down: frozenset[str] = field(default_factory=frozenset[str])
+
+
+def judge(
+    messages: Sequence[Message],
+    answers: Sequence[Outcome | None],
+    *,
+    backoff: Delay,
+    max_attempts: int,
+) -> Verdict:
+    """Tell outages from failures, count attempts, and keep the order of keys.
+
+    Where nothing is known of a message, other messages decide: if its topic answered for any of them, the message
+    failed; if it was silent, the topic is down and no attempt is spent.
+    """
+    alive = frozenset(
+        message.topic
+        for message, answer in zip(messages, answers, strict=True)
+        if isinstance(answer, Delivered | Retry | Dead)
+    )
+    blocked: set[tuple[str, str]] = set()
+    outcomes: list[Outcome] = []
+    down: set[str] = set()
+    for message, answer in zip(messages, answers, strict=True):
+        place = None if message.key is None else (message.topic, message.key)
+        if place in blocked and not isinstance(answer, Delivered):
+            outcomes.append(Release())  # an earlier one of its key failed
+            continue
+        outcome = _outcome(message, answer, is_alive=message.topic in alive, backoff=backoff, max_attempts=max_attempts)
+        if isinstance(outcome, Release):
+            down.add(message.topic)
+        if place is not None and not isinstance(outcome, Delivered):
+            blocked.add(place)
+        outcomes.append(outcome)
+    return Verdict(outcomes, alive, frozenset(down) - alive)
+
+
+def delayed(verdict: Verdict, messages: Sequence[Message], waits: Mapping[str, float]) -> list[Outcome]:
+    """Return the outcomes, with messages of topics that are down due only when those are tried again."""
+    return [
+        Release(timedelta(seconds=waits[message.topic]))
+        if isinstance(outcome, Release) and message.topic in waits
+        else outcome
+        for message, outcome in zip(messages, verdict.outcomes, strict=True)
+    ]
+
+
+def _outcome(
+    message: Message, answer: Outcome | None, *, is_alive: bool, backoff: Delay, max_attempts: int
+) -> Outcome:
+    match answer:
+        case None:
+            failed = Retry(NO_ANSWER) if is_alive else Release()
+        case _:
+            failed = answer
+    if not isinstance(failed, Retry):
+        return failed
+    if message.attempt >= max_attempts:
+        return Dead(failed.error)
+    return Retry(failed.error, backoff(message.attempt) if failed.delay is None else failed.delay)
