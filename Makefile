@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # One requirements line per purpose, so that constraints.txt is made from exactly what set-up installs.
 EVERYTHING := -e .[all,testing] --group dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# It looks at the packages of the first python on the PATH, whatever else it is told.
+PYRIGHT := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright
 PINNED := -c constraints.txt --build-constraint constraints.txt
 
 # `make demo SECONDS=10`. Some shells treat a variable of that name as a clock: keep it out of recipes.
@@ -31,8 +33,8 @@ check: setup ## Lint, formatting, types and the direction of imports.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/pyright --pythonpath $(BIN)/python --verifytypes postroom --ignoreexternal
+	$(PYRIGHT)
+	$(PYRIGHT) --verifytypes postroom --ignoreexternal
 	$(BIN)/lint-imports
 
 .PHONY: test

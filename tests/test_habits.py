@@ -43,9 +43,7 @@ def test_every_constraint_is_an_exact_version_and_nothing_else() -> None:
     pins = [line for line in lines if not line.startswith("#")]
 
     assert len(pins) > 20
-    assert [
-        pin for pin in pins if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", pin)
-    ] == []
+    assert [pin for pin in pins if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", pin)] == []
 
 
 def test_no_file_says_where_packages_come_from() -> None:

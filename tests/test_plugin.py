@@ -15,10 +15,10 @@ from postroom.testing.servers import MariaDBServer, PostgresServer, ValkeyServer
 pytest_plugins = ["pytester"]
 
 THREE_TESTS = """
-import pytest
+def test_with_a_database(mariadb_dsn):
+    pass
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_with_mariadb(mariadb_dsn, number):
+def test_with_a_server(private_mariadb):
     pass
 
 def test_without():
@@ -67,9 +67,7 @@ class TestMissingServer:
         )
 
     @pytest.mark.parametrize("workers", ["0", "2"])
-    def test_fails_where_ci_is_set(
-        self, run: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
-    ) -> None:
+    def test_fails_where_ci_is_set(self, run: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str) -> None:
         """A build that skips what it cannot run is green for the wrong reason."""
         monkeypatch.setenv("CI", "true")
         run.makepyfile(THREE_TESTS)
@@ -96,9 +94,7 @@ class TestSharedServer:
         processes, servers, databases = map(set, zip(*records, strict=True))
         assert (len(processes), len(servers), len(databases)) == (max(workers, 1), 1, 6)
 
-    def test_is_gone_after_the_run(
-        self, run: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_is_gone_after_the_run(self, run: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RECORDS", str(tmp_path))
         run.makepyfile(RECORDING_TESTS)
 
@@ -146,9 +142,7 @@ class TestSharedServer:
         left = postgres_server.query("SELECT datname FROM pg_database").split()
         assert not set(names) & set(left)
 
-    def test_is_not_the_private_one(
-        self, valkey_server: ValkeyClient, private_valkey: ValkeyServer
-    ) -> None:
+    def test_is_not_the_private_one(self, valkey_server: ValkeyClient, private_valkey: ValkeyServer) -> None:
         """A test that kills its server must not pull the rug from under the others."""
         private_valkey.kill9()
 

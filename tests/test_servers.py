@@ -20,9 +20,10 @@ import pymysql
 import pytest
 
 from postroom.errors import InvalidNameError
+from postroom.testing import processes
 from postroom.testing.clients import PostgresClient, SqlClient
 from postroom.testing.plugin import skip_or_fail
-from postroom.testing.processes import descendants, is_gone
+from postroom.testing.processes import descendants, is_gone, is_stopped, watch
 from postroom.testing.programs import POSTGRES, Programs, relocate
 from postroom.testing.servers import (
     MariaDBServer,
@@ -116,11 +117,11 @@ class TestEveryServer:
         assert owners == {os.geteuid() or 65534}
 
     def test_is_gone_with_its_children_after_a_kill(self, server: Server) -> None:
-        processes = family(server)
+        everyone = family(server)
 
         server.kill9()
 
-        assert all(map(is_gone, processes))
+        assert all(map(is_gone, everyone))
         assert server.pid == 0
         assert not server.answers()
 
@@ -159,9 +160,9 @@ class TestEveryServer:
         assert server.answers()
 
     def test_can_be_started_again_after_it_ended_by_itself(self, server: Server) -> None:
-        processes = family(server)
+        everyone = family(server)
         os.kill(server.pid, signal.SIGKILL)
-        assert eventually(lambda: not server.pid and all(map(is_gone, processes)))
+        assert eventually(lambda: not server.pid and all(map(is_gone, everyone)))
 
         with pytest.raises(ServerError, match="is not running; its log ends with:"):
             server.pause()
@@ -171,7 +172,7 @@ class TestEveryServer:
 
     @pytest.mark.parametrize("how", ["running", "paused", "killed"])
     def test_leaves_no_process_and_no_folder_when_stopped(self, server: Server, how: str) -> None:
-        processes, home = family(server), home_of(server)
+        everyone, home = family(server), home_of(server)
         match how:
             case "paused":
                 server.pause()
@@ -184,7 +185,7 @@ class TestEveryServer:
         server.stop()
         server.stop()
 
-        assert all(map(is_gone, processes))
+        assert all(map(is_gone, everyone))
         assert not home.exists()
         assert server.logs() == ""
 
@@ -196,11 +197,11 @@ class TestEveryServer:
         with subprocess.Popen(start, stdin=pipe, stdout=pipe, text=True) as owner:
             assert owner.stdout
             pid, home = owner.stdout.readline().split()
-            processes = [int(pid), *descendants(int(pid))]
+            everyone = [int(pid), *descendants(int(pid))]
 
             owner.kill()
 
-        assert eventually(lambda: all(map(is_gone, processes)))
+        assert eventually(lambda: all(map(is_gone, everyone)))
         assert eventually(lambda: not Path(home).exists())
 
 
@@ -284,16 +285,12 @@ def connect(dsn: str) -> psycopg.Connection | pymysql.Connection:
     url = urlsplit(dsn)
     if url.scheme == "postgresql":
         return psycopg.connect(dsn)
-    return pymysql.connect(
-        host=url.hostname, port=url.port or 0, user="root", database=url.path[1:]
-    )
+    return pymysql.connect(host=url.hostname, port=url.port or 0, user="root", database=url.path[1:])
 
 
 class TestStart:
     @pytest.mark.parametrize("kind", ALL, ids=title)
-    def test_names_what_to_install_when_programs_are_missing(
-        self, kind: type[Server], tmp_path: Path
-    ) -> None:
+    def test_names_what_to_install_when_programs_are_missing(self, kind: type[Server], tmp_path: Path) -> None:
         with pytest.raises(ServerMissingError) as caught:
             kind(folder=tmp_path).start()
 
@@ -311,9 +308,7 @@ class TestStart:
         assert list(temporary.iterdir()) == []
         assert server.pid == 0
 
-    def test_quotes_the_log_when_the_data_cannot_be_made(
-        self, temporary: Path, tmp_path: Path
-    ) -> None:
+    def test_quotes_the_log_when_the_data_cannot_be_made(self, temporary: Path, tmp_path: Path) -> None:
         for name, words in (("postgres", ""), ("initdb", "echo no room left >&2; exit 1")):
             (tmp_path / name).write_text(f"#!/bin/sh\n{words}\n")
             (tmp_path / name).chmod(0o755)
@@ -334,9 +329,7 @@ class TestStart:
 
     @AS_ROOT
     @pytest.mark.parametrize("kind", [PostgresServer, ValkeyServer], ids=title)
-    def test_works_with_programs_in_a_folder_that_only_root_may_enter(
-        self, kind: type[Server], tmp_path: Path
-    ) -> None:
+    def test_works_with_programs_in_a_folder_that_only_root_may_enter(self, kind: type[Server], tmp_path: Path) -> None:
         """A virtual environment below root's home is such a folder."""
         tmp_path.chmod(0o700)
         closed = relocate(kind.programs.find(*kind.names), tmp_path / "site-packages")
@@ -354,10 +347,47 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
+class Stubborn(ValkeyServer):
+    farewell = signal.SIGWINCH  # which it ignores
+
+
+def test_a_server_that_ignores_its_farewell_is_killed() -> None:
+    server = Stubborn(patience=timedelta(seconds=1)).start()
+    pid = server.pid
+
+    server.stop()
+
+    assert is_gone(pid)
+
+
+class TestWatchdog:
+    def test_kills_what_it_was_last_told_to_guard(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        with start_sleeping() as earlier, start_sleeping() as later:
+            watch([f"{earlier.pid}\n", f"{later.pid}\n"], str(folder))
+
+            assert later.wait(10) == -signal.SIGKILL
+            assert earlier.poll() is None
+            earlier.kill()
+        assert not folder.exists()
+
+    def test_sees_processes_where_there_is_no_proc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(processes, "_PROC", tmp_path)
+        with start_sleeping() as process:
+            while_alive = is_gone(process.pid), is_stopped(process.pid), descendants(process.pid)
+            process.kill()
+
+        assert while_alive == (False, True, [])
+        assert is_gone(process.pid)
+
+
+def start_sleeping() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "600"])  # noqa: S607
+
+
 class TestPrograms:
-    def test_a_folder_that_is_named_is_the_only_one(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_folder_that_is_named_is_the_only_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whoever names a version must not silently be given another."""
         monkeypatch.setenv(POSTGRES.variable, str(tmp_path))
 
@@ -386,9 +416,7 @@ class TestPrograms:
 
         assert found == tmp_path / "newname"
 
-    def test_a_server_without_its_client_is_missing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_server_without_its_client_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Otherwise every start would wait in vain for an answer."""
         monkeypatch.setenv(POSTGRES.variable, str(tmp_path))
 

@@ -48,16 +48,20 @@ class Each:
         self._concurrency = concurrency
         self._timeout = None if timeout is None else timeout.total_seconds()
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        """Deliver a batch, keys side by side."""
+    async def publish(
+        self, messages: Sequence[Message], heard: Callable[[int, Outcome], None] = lambda _index, _outcome: None
+    ) -> Sequence[Outcome | None]:
+        """Deliver a batch, keys side by side; tell ``heard`` of each outcome as soon as it is known."""
         outcomes: list[Outcome | None] = [None] * len(messages)
         gate = asyncio.Semaphore(self._concurrency)
 
         async def deliver(run: list[int]) -> None:
             for index in run:
                 async with gate:
-                    outcomes[index] = await self._attempt(messages[index])
-                if not isinstance(outcomes[index], Delivered):
+                    outcome = outcomes[index] = await self._attempt(messages[index])
+                if outcome is not None:
+                    heard(index, outcome)
+                if not isinstance(outcome, Delivered):
                     return
 
         async with asyncio.TaskGroup() as group:

@@ -6,10 +6,11 @@ import dataclasses
 import json
 import re
 import sys
-from datetime import date, datetime
+from collections.abc import Callable, Sequence
+from datetime import date, time
 from decimal import Decimal
 from enum import Enum
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 from uuid import UUID
 
 from .errors import DecodeError, EncodeError
@@ -37,6 +38,9 @@ class Codec(Protocol):
 class JSONCodec:
     """JSON for dicts, dataclasses, msgspec structs and pydantic models.
 
+    Moments become ISO 8601, UUIDs and decimals text, members of an enumeration their value. A struct or a model is
+    written as its own library writes it.
+
     Example:
         >>> from postroom import JSONCodec
         >>> JSONCodec().encode({"order_id": 42})
@@ -49,9 +53,8 @@ class JSONCodec:
         """Return compact UTF-8 JSON."""
         try:
             if hasattr(event, "model_dump_json"):
-                return cast("str", event.model_dump_json()).encode()  # type: ignore[attr-defined]
-            if hasattr(type(event), "__struct_fields__"):
-                # The struct exists, so msgspec is loaded; the kernel itself imports no extra.
+                return cast("str", event.model_dump_json()).encode()
+            if _is_struct(event):
                 return cast("bytes", sys.modules["msgspec"].json.encode(event))
             text = json.dumps(event, default=_plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
             return text.encode()
@@ -61,9 +64,12 @@ class JSONCodec:
     def decode(self, payload: bytes) -> object:
         """Return dicts, lists, strings and numbers."""
         try:
-            return cast("object", json.loads(payload))
+            return cast("object", json.loads(payload, parse_constant=_refuse))
         except (ValueError, RecursionError) as error:
-            raise DecodeError(f"the payload is not JSON: {type(error).__name__}") from error
+            # The error holds the payload, and so is not chained: a traceback ends up in logs.
+            raise DecodeError(
+                f"the payload is not JSON ({type(error).__name__}); decode it with the codec that encoded it"
+            ) from None
 
 
 def type_name(event: object) -> str:
@@ -78,15 +84,31 @@ def type_name(event: object) -> str:
     return _CAMEL.sub(".", type(event).__name__).lower()
 
 
+def _is_struct(value: object) -> bool:
+    # If so, msgspec is loaded; the kernel itself imports no extra.
+    return hasattr(type(value), "__struct_fields__")
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(constant)
+
+
 def _plain(value: object) -> Any:  # noqa: ANN401 -- json takes whatever this returns
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-    if isinstance(value, datetime | date):
-        return value.isoformat()
-    if isinstance(value, UUID | Decimal):
-        return str(value)
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, set | frozenset):
-        return list(cast("set[object]", value))
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if _is_struct(value):
+        return sys.modules["msgspec"].to_builtins(value)
+    for kinds, convert in _FORMS:
+        if isinstance(value, kinds):
+            return convert(value)
     raise TypeError(f"a value of type {type(value).__qualname__} has no JSON form")
+
+
+_FORMS: Final[Sequence[tuple[tuple[type, ...], Callable[[Any], object]]]] = (
+    ((date, time), lambda value: value.isoformat()),  # a datetime is a date
+    ((UUID, Decimal), str),
+    ((Enum,), lambda value: value.value),
+    ((set, frozenset), list),
+)

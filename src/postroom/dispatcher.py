@@ -6,39 +6,34 @@ import asyncio
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar, cast
+from functools import partial
+from typing import cast
 from uuid import UUID, uuid4
 
 from . import events
 from .broker import Each, Publisher, Send, describe
-from .errors import BrokerUnavailableError, ConfigurationError, StoreError, StoreUnavailableError
+from .custody import Custody
+from .errors import BrokerUnavailableError, ConfigurationError, StoreUnavailableError
 from .message import Message
+from .patience import persist
 from .retry import Backoff, Breaker, Delay
-from .store import Claim, ClaimTerms, Dead, Delivered, OnDead, Outcome, Release, Retry, Settlement, Store
-from .verdict import delayed, judge
+from .store import Claim, ClaimTerms, Dead, OnDead, Outcome, Release, Retry, Settlement, Store
+from .verdict import Verdict, judge
 
 __all__ = ["Dispatcher"]
-
-T = TypeVar("T")
 
 SECOND = timedelta(seconds=1)
 #: Where waiting for work begins before it grows to the poll interval.
 SHORTEST_IDLE = 0.01
 #: How many topics can be down at once before the one that went down first is tried anew.
 MAX_BREAKERS = 1000
-
-
-@dataclass(slots=True)
-class _Held:
-    """A claim in flight."""
-
-    claim: Claim
-    expires: float
-    is_lost: bool = False
+#: How many seconds a stop waits for the store to take the last settlements.
+FAREWELL = 10.0
+PURGE_CHUNK = 1000
 
 
 class Dispatcher:
@@ -61,7 +56,7 @@ class Dispatcher:
         orders b'{"order_id":42}'
     """
 
-    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+    def __init__(  # noqa: PLR0913, PLR0915 -- one keyword for each choice a user has
         self,
         store: Store,
         publisher: Publisher | Send,
@@ -130,55 +125,55 @@ class Dispatcher:
             worker=self.worker, lease=lease, max_attempts=max_attempts, on_dead=on_dead, tenant_id=tenant_id
         )
         self._tell = listener
-        self._reset()
-
-    def _reset(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._group: asyncio.TaskGroup | None = None
         self._woken = asyncio.Event()
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._progress = asyncio.Event()
-        self._settling = asyncio.Event()
-        self._held: dict[UUID, _Held] = {}
+        self._custody = Custody(store, lease, listener, chunk=4 * batch)
         self._batches: set[asyncio.Task[None]] = set()
-        self._unsettled: list[Settlement] = []
         self._idle = SHORTEST_IDLE
         self._ramp = self._batch
-        self._broker = Breaker(self._outage_backoff)
         self._topics: OrderedDict[str, Breaker] = OrderedDict()
 
     def _wrapped(self, publisher: Publisher | Send, concurrency: int, timeout: timedelta) -> Publisher:
         if hasattr(publisher, "publish"):
             return cast("Publisher", publisher)
-        send = cast("Send", publisher)
+        send = publisher
 
-        async def send_if_held(message: Message) -> None:
-            held = self._held.get(message.id)
-            if held is not None and held.is_lost:
-                raise BrokerUnavailableError("the lease was lost before the message was sent")
-            await send(message)
+        async def send_if_held(message: Message) -> object:
+            if self._custody.is_lost(message):
+                return Retry("the lease was lost before the message was sent")
+            return await send(message)
 
         return Each(send_if_held, concurrency=concurrency, timeout=timeout)
 
     # -- life --------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Deliver until `stop` is called or the task is cancelled; raises only what no retry can mend."""
-        if self._group is not None:
-            raise ConfigurationError("this dispatcher is running already; make another for more")
+    async def run(self, *, until_idle: bool = False) -> None:
+        """Deliver until `stop` is called or the task is cancelled; raises only what no retry can mend.
+
+        With ``until_idle`` it also ends when nothing is due and nothing is under way.
+        """
+        if self._loop is not None:
+            raise ConfigurationError("a dispatcher runs once; make a new one to run again")
         self._loop = asyncio.get_running_loop()
         released = 0
         try:
             async with asyncio.TaskGroup() as self._group:
-                await self._repeat("open", self._store.open, only=StoreUnavailableError)
+                await persist("open", self._store.open, self._tell, only=StoreUnavailableError, until=self._stopping)
                 self._tell(events.Started(self.worker, self._store.namespace))
                 services = [
                     self._group.create_task(service)
-                    for service in (self._settle_forever(), self._renew_forever(), self._upkeep_forever(), self._listen_forever())
+                    for service in (
+                        self._custody.settle_forever(),
+                        self._custody.renew_forever(),
+                        self._upkeep_forever(),
+                        self._listen_forever(),
+                    )
                 ]
                 try:
-                    await self._claim_until_stopped()
+                    await self._claim_until_stopped(until_idle=until_idle)
                     await self._wait_for_batches(self._grace)
                 finally:
                     released = await self._let_go()
@@ -196,18 +191,21 @@ class Dispatcher:
     def stop_soon(self) -> None:
         """Begin to stop: claim no more, finish what is under way; a second call gives up what is under way."""
         if self._stopping.is_set():
-            self._grace = 0.0
             self._cancel_batches()
         self._stopping.set()
         self._woken.set()
-        self._progress.set()
+        self._custody.progress.set()
 
     async def stop(self) -> None:
         """Stop and wait until everything is settled or released; to call it again changes nothing."""
         if not self._stopping.is_set():
             self.stop_soon()
-        if self._group is not None:
+        if self._loop is not None:
             await self._stopped.wait()
+
+    def on_settled(self, listener: Callable[[Sequence[Settlement]], None]) -> None:
+        """Have settlements told that are in the store, for those who wait for one of them."""
+        self._custody.recorded = listener
 
     async def _wait_for_batches(self, grace: float) -> None:
         if self._batches:
@@ -223,59 +221,54 @@ class Dispatcher:
         self._cancel_batches()
         if self._batches:
             await asyncio.wait(self._batches)
-        settled = {settlement.claim.message.id for settlement in self._unsettled}
-        left = [held.claim for held in self._held.values() if held.claim.message.id not in settled and not held.is_lost]
-        settlements = [*self._unsettled, *(Settlement(claim, Release()) for claim in left)]
-        if settlements:
-            with suppress(StoreError, TimeoutError):
-                # Once is enough: if the store is away the leases will run out.
-                async with asyncio.timeout(self._terms.lease.total_seconds()):
-                    await self._store.settle(settlements)
-        return len(left)
+        released = self._custody.release_undecided()
+        with suppress(TimeoutError):
+            # If the store is away for longer, the leases will run out by themselves.
+            async with asyncio.timeout(FAREWELL):
+                await self._custody.wait_until_settled()
+        return released
 
     # -- claim -------------------------------------------------------------------------------------------------
 
-    async def _claim_until_stopped(self) -> None:
+    async def _claim_until_stopped(self, *, until_idle: bool) -> None:
         while not self._stopping.is_set():
-            limit = await self._permission()
-            if limit == 0:
-                continue
+            await self._room()
+            limit, terms = self._ramp, self._terms_now()
             self._woken.clear()
             granted = time.monotonic()
-            claims = await self._repeat("claim", lambda: self._store.claim(limit, self._terms), unless_stopping=True)
-            if not claims:
-                self._broker.end_probe()
-                await self._rest()
-                continue
-            self._tell(events.Claimed(len(claims)))
-            await self._start(claims, granted)
-            if len(claims) < limit:
+            claims = await persist("claim", partial(self._store.claim, limit, terms), self._tell, until=self._stopping)
+            if claims:
+                self._tell(events.Claimed(len(claims)))
+                await self._start(claims, granted)
                 self._idle = SHORTEST_IDLE
+            elif until_idle and not self._custody:
+                return
+            if len(claims or ()) < limit:
                 await self._rest()
 
-    async def _permission(self) -> int:
-        """Wait until there is room; return how many messages may be claimed, 0 to ask again."""
-        wait = self._broker.wait(time.monotonic())
-        if wait > 0:
-            await self._pause(wait)
-            return 0
-        room = 1 if not self._broker.is_closed else self._batches_in_flight
-        if len(self._held) >= self._batch * self._batches_in_flight or len(self._batches) >= room:
-            self._progress.clear()
-            await self._progress.wait()
-            return 0
-        if self._broker.is_closed:
-            return self._ramp
-        return 1 if self._broker.start_probe(time.monotonic()) else 0
+    async def _room(self) -> None:
+        """Wait until another batch may be under way."""
+        full = self._batch * self._batches_in_flight
+        while not self._stopping.is_set() and (
+            len(self._batches) >= self._batches_in_flight or len(self._custody) >= full
+        ):
+            self._custody.progress.clear()
+            await self._custody.progress.wait()
+
+    def _terms_now(self) -> ClaimTerms:
+        """Return the terms of the next claim, which leaves topics alone that are down."""
+        now = time.monotonic()
+        down = tuple(topic for topic, breaker in self._topics.items() if not breaker.may_probe(now))
+        return replace(self._terms, skip_topics=down) if down else self._terms
 
     async def _start(self, claims: Sequence[Claim], granted: float) -> None:
         alone = claims[0].suspect
         if alone:
             await self._wait_for_batches(self._publish_timeout)
         expires = granted + self._terms.lease.total_seconds()
-        for claim in claims:
-            self._held[claim.message.id] = _Held(claim, expires)
-        assert self._group is not None
+        self._custody.hold(claims, expires)
+        if self._stopping.is_set() or self._group is None:
+            return  # too late to begin; it is given back with the rest
         task = self._group.create_task(self._dispatch(claims, expires))
         self._batches.add(task)
         task.add_done_callback(self._finished)
@@ -284,74 +277,84 @@ class Dispatcher:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._batches.discard(task)
-        self._progress.set()
+        self._custody.progress.set()
 
     async def _rest(self) -> None:
         """Wait for a hint, or for a time that grows while there is nothing to do."""
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(self._idle * random.uniform(0.75, 1.0)):
                 await self._woken.wait()
-                self._idle = SHORTEST_IDLE
-                return
-        self._idle = min(self._idle * 2, self._poll_interval)
+            self._idle = SHORTEST_IDLE
+        except TimeoutError:
+            self._idle = min(self._idle * 2, self._poll_interval)
 
     # -- publish -----------------------------------------------------------------------------------------------
 
     async def _dispatch(self, claims: Sequence[Claim], expires: float) -> None:
         """Publish a batch and hand over what became of it."""
         sound = [claim for claim in claims if claim.broken is None]
-        self._settle_later([Settlement(claim, Dead(claim.broken)) for claim in claims if claim.broken is not None])
+        self._custody.settle([Settlement(claim, Dead(claim.broken)) for claim in claims if claim.broken is not None])
         if time.monotonic() > expires - self._publish_timeout:
-            self._settle_later([Settlement(claim, Release()) for claim in sound])
+            self._custody.settle([Settlement(claim, Release()) for claim in sound])
             return
         tried, waiting = self._admitted(sound)
-        self._settle_later([Settlement(claim, Release(wait)) for claim, wait in waiting])
+        self._custody.settle([Settlement(claim, Release()) for claim in waiting])
         if tried:
-            outcomes = await self._publish([claim.message for claim in tried])
-            self._settle_later([Settlement(claim, outcome) for claim, outcome in zip(tried, outcomes, strict=True)])
+            await self._publish(tried)
 
-    def _admitted(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[tuple[Claim, timedelta]]]:
-        """Part the claims whose topic may be tried from those whose topic is down."""
+    def _admitted(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Claim]]:
+        """Part the claims that may be tried from those of a topic that is down, but for the one that tests it."""
         if not self._topics:
             return list(claims), []
-        now, tried, waiting = time.monotonic(), list[Claim](), list[tuple[Claim, timedelta]]()
+        now, tried, waiting = time.monotonic(), list[Claim](), list[Claim]()
         for claim in claims:
             breaker = self._topics.get(claim.message.topic)
-            if breaker is None or breaker.start_probe(now):
-                tried.append(claim)
-            else:
-                waiting.append((claim, timedelta(seconds=breaker.wait(now) or self._poll_interval)))
+            (tried if breaker is None or breaker.start_probe(now) else waiting).append(claim)
         return tried, waiting
 
-    async def _publish(self, messages: Sequence[Message]) -> Sequence[Outcome]:
-        answers, error = await self._answers(messages)
-        verdict = judge(messages, answers, backoff=self._backoff, max_attempts=self._terms.max_attempts)
-        now = time.monotonic()
-        for topic in verdict.alive:
-            self._topic_answers(topic)
-        waits = {topic: self._topic_is_down(topic, now, error) for topic in verdict.down}
+    async def _publish(self, claims: Sequence[Claim]) -> None:
+        """Publish claims and settle them: those with an answer of their own at once, the others with the batch."""
+        early: set[int] = set()
+
+        def heard(index: int, outcome: Outcome) -> None:
+            if not isinstance(outcome, Release):  # an outage is judged by the whole batch
+                early.add(index)
+                verdict = self._judge([claims[index]], [outcome])
+                self._custody.settle([Settlement(claims[index], verdict.outcomes[0])])
+
+        try:
+            answers, error = await self._answers([claim.message for claim in claims], heard)
+            verdict = self._judge(claims, answers)
+            for topic in verdict.alive:
+                self._topic_answers(topic)
+            for topic in verdict.down:
+                self._topic_is_down(topic, error)
+        finally:
+            for topic in {claim.message.topic for claim in claims} & self._topics.keys():
+                self._topics[topic].end_probe()
         if verdict.alive:
             self._ramp = min(self._ramp * 2, self._batch)
-            if self._broker.succeed():
-                self._tell(events.BreakerClosed(None))
-        elif verdict.down:
-            # Beginning again with one message keeps a destination that comes back from being overrun.
-            self._ramp = 1
-            if self._broker.fail(now):
-                self._tell(events.BreakerOpened(None, error))
-        return delayed(verdict, messages, waits)
+        pairs = enumerate(zip(claims, verdict.outcomes, strict=True))
+        self._custody.settle([Settlement(claim, outcome) for index, (claim, outcome) in pairs if index not in early])
 
-    async def _answers(self, messages: Sequence[Message]) -> tuple[Sequence[Outcome | None], str]:
-        # A publisher of single messages watches the time of each; the batch as a whole may take longer.
-        limit = None if isinstance(self._publisher, Each) else self._publish_timeout
-        deadline = asyncio.timeout(limit)
+    def _judge(self, claims: Sequence[Claim], answers: Sequence[Outcome | None]) -> Verdict:
+        messages = [claim.message for claim in claims]
+        return judge(messages, answers, backoff=self._backoff, max_attempts=self._terms.max_attempts)
+
+    async def _answers(
+        self, messages: Sequence[Message], heard: Callable[[int, Outcome], None]
+    ) -> tuple[Sequence[Outcome | None], str]:
+        """Return what the publisher says of each message, and why if it could say nothing."""
         try:
-            async with deadline:
+            if isinstance(self._publisher, Each):
+                # It watches the time of each message; the batch as a whole may take longer.
+                return await self._publisher.publish(messages, heard), "the publisher could not reach it"
+            async with asyncio.timeout(self._publish_timeout) as deadline:
                 answers = await self._publisher.publish(messages)
         except BrokerUnavailableError as error:
             return [Release()] * len(messages), describe(error)
         except Exception as error:  # noqa: BLE001 -- whatever a publisher raises is a failed delivery
-            if deadline.expired():
+            if isinstance(error, TimeoutError) and deadline.expired():
                 return [None] * len(messages), "no answer in time"
             return [Retry(describe(error))] * len(messages), ""
         if len(answers) != len(messages):
@@ -361,101 +364,26 @@ class Dispatcher:
 
     def _topic_answers(self, topic: str) -> None:
         if self._topics.pop(topic, None) is not None:
+            # Beginning again with one message keeps a destination that comes back from being overrun.
+            self._ramp = 1
             self._tell(events.BreakerClosed(topic))
 
-    def _topic_is_down(self, topic: str, now: float, error: str) -> float:
+    def _topic_is_down(self, topic: str, error: str) -> None:
         breaker = self._topics.get(topic)
         if breaker is None:
             if len(self._topics) >= MAX_BREAKERS:
                 self._topics.popitem(last=False)
             breaker = self._topics[topic] = Breaker(self._outage_backoff)
-        if breaker.fail(now):
+        if breaker.fail(time.monotonic()):
             self._tell(events.BreakerOpened(topic, error))
-        return breaker.wait(now)
-
-    # -- settle ------------------------------------------------------------------------------------------------
-
-    def _settle_later(self, settlements: Sequence[Settlement]) -> None:
-        if settlements:
-            self._unsettled += settlements
-            self._settling.set()
-
-    async def _settle_forever(self) -> None:
-        while True:
-            await self._settling.wait()
-            self._settling.clear()
-            while self._unsettled:
-                settlements = self._unsettled[: 4 * self._batch]
-                known_lost = {s.claim.message.id for s in settlements if self._is_lost(s)}
-                # A lost lease is never followed by a nack; a confirmed delivery is always worth recording.
-                worth = [s for s in settlements if s.claim.message.id not in known_lost or isinstance(s.outcome, Delivered)]
-                lost = await self._repeat("settle", lambda worth=worth: self._store.settle(worth))
-                del self._unsettled[: len(settlements)]
-                self._record(settlements, {claim.message.id for claim in lost or ()} | known_lost, known_lost)
-
-    def _is_lost(self, settlement: Settlement) -> bool:
-        held = self._held.get(settlement.claim.message.id)
-        return held is not None and held.is_lost
-
-    def _record(self, settlements: Sequence[Settlement], lost: set[UUID], known: set[UUID]) -> None:
-        counts = {Delivered: 0, Release: 0}
-        for settlement in settlements:
-            message, outcome = settlement.claim.message, settlement.outcome
-            self._held.pop(message.id, None)
-            if message.id in lost:
-                if message.id not in known:
-                    self._tell(events.LeaseLost(message.id, message.topic, message.token))
-                continue
-            match outcome:
-                case Delivered() | Release():
-                    counts[type(outcome)] += 1
-                case Retry(error, delay):
-                    self._tell(events.Retried(message.id, message.topic, message.attempt, delay or timedelta(0), error))
-                case Dead(error):
-                    self._tell(events.Died(message.id, message.topic, message.attempt, error))
-        if counts[Delivered]:
-            self._tell(events.MessagesDelivered(counts[Delivered]))
-        if counts[Release]:
-            self._tell(events.MessagesReleased(counts[Release]))
-        self.on_settled(settlements)
-        self._progress.set()
-
-    def on_settled(self, settlements: Sequence[Settlement]) -> None:
-        """Take note that settlements are in the store; for subclasses."""
 
     # -- upkeep ------------------------------------------------------------------------------------------------
-
-    async def _renew_forever(self) -> None:
-        lease = self._terms.lease.total_seconds()
-        while True:
-            planned = time.monotonic() + lease / 3
-            await asyncio.sleep(lease / 3)
-            late = time.monotonic() - planned
-            if late > lease / 3:
-                self._tell(events.LoopStalled(timedelta(seconds=late)))
-            await self._renew(lease)
-
-    async def _renew(self, lease: float) -> None:
-        now = time.monotonic()
-        aging = [held for held in self._held.values() if not held.is_lost and held.expires - now < lease * 0.7]
-        if not aging:
-            return
-        claims = [held.claim for held in aging]
-        lost = await self._repeat("extend", lambda: self._store.extend(claims, self._terms.lease))
-        gone = {claim.message.id for claim in lost or ()}
-        for held in aging:
-            message = held.claim.message
-            if message.id not in gone:
-                held.expires = now + lease
-            elif message.id in self._held:
-                held.is_lost = True
-                self._tell(events.LeaseLost(message.id, message.topic, message.token))
 
     async def _upkeep_forever(self) -> None:
         cleanup = time.monotonic() + self._cleanup_interval * random.random()
         while True:
             await asyncio.sleep(self._sweep_interval * random.uniform(0.75, 1.0))
-            dead = await self._repeat("sweep", lambda: self._store.sweep(self._terms))
+            dead = await persist("sweep", lambda: self._store.sweep(self._terms), self._tell)
             if dead:
                 self._tell(events.Swept(dead))
             if time.monotonic() >= cleanup:
@@ -463,48 +391,15 @@ class Dispatcher:
                 cleanup = time.monotonic() + self._cleanup_interval * random.uniform(0.75, 1.0)
 
     async def _clean_up(self) -> None:
-        total, chunk = 0, 1000
+        total, keep = 0, self._store.keep_delivered
         while True:
-            purge = self._store.purge
-            count = await self._repeat("purge", lambda: purge(older_than=self._store.keep_delivered, limit=chunk))
+            count = await persist("purge", lambda: self._store.purge(older_than=keep, limit=PURGE_CHUNK), self._tell)
             total += count or 0
-            if not count or count < chunk:
+            if not count or count < PURGE_CHUNK:
                 break
             await asyncio.sleep(0.01)  # leaves the database to the claims between two chunks
         if total:
             self._tell(events.Purged(total))
 
     async def _listen_forever(self) -> None:
-        await self._repeat("listen", lambda: self._store.listen(self.wake), deadline=None)
-
-    async def _repeat(
-        self,
-        operation: str,
-        call: Callable[[], Awaitable[T]],
-        *,
-        only: type[StoreError] = StoreError,
-        unless_stopping: bool = False,
-        deadline: float | None = 60.0,
-    ) -> T | None:
-        """Make a call to the store until it succeeds; never give up because the store is away."""
-        failures = 0
-        backoff = Backoff(base=SECOND / 10, max=5 * SECOND)
-        while not (unless_stopping and self._stopping.is_set()):
-            try:
-                async with asyncio.timeout(deadline):
-                    result = await call()
-            except (only, TimeoutError) as error:
-                failures += 1
-                self._tell(events.StoreFailed(operation, describe(error)))
-                await self._pause(backoff(failures).total_seconds(), stoppable=unless_stopping)
-            else:
-                if failures:
-                    self._tell(events.StoreRecovered(operation))
-                return result
-        return None
-
-    async def _pause(self, seconds: float, *, stoppable: bool = True) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await (self._stopping if stoppable else asyncio.Event()).wait()
-
+        await persist("listen", lambda: self._store.listen(self.wake), self._tell, deadline=None)

@@ -39,7 +39,6 @@ PostroomError
 
 from __future__ import annotations
 
-from datetime import datetime
 from uuid import UUID
 
 __all__ = [
@@ -128,7 +127,7 @@ class UnsupportedDatabaseError(ConfigurationError):
     """The database server lacks something postroom needs."""
 
     def __init__(self, found: str, needed: str) -> None:
-        super().__init__(f"{found} has no SKIP LOCKED that claims need; use {needed}")
+        super().__init__(f"postroom does not work with {found}, which lacks what claims need; use {needed}")
 
 
 class MessageError(PostroomError, ValueError):
@@ -142,36 +141,33 @@ class InvalidMessageError(MessageError):
 class InvalidTopicError(MessageError):
     """A topic is empty, too long or holds control characters."""
 
-    def __init__(self, topic: str, longest: int) -> None:
-        super().__init__(_bad_text("topic", topic, longest))
+    def __init__(self, topic: object, longest: int) -> None:
+        super().__init__(bad_text("topic", topic, longest) + "; pass another topic=")
 
 
 class InvalidKeyError(MessageError):
     """An ordering key is empty, too long or holds control characters."""
 
-    def __init__(self, key: str, longest: int) -> None:
-        super().__init__(_bad_text("key", key, longest) + "; for no order pass key=None")
+    def __init__(self, key: object, longest: int) -> None:
+        super().__init__(bad_text("key", key, longest) + "; for no order pass key=None")
 
 
 class InvalidDedupeKeyError(MessageError):
     """A dedupe key is empty, too long or holds control characters."""
 
-    def __init__(self, key: str, longest: int) -> None:
-        super().__init__(_bad_text("dedupe key", key, longest) + "; hash a longer one first")
+    def __init__(self, key: object, longest: int) -> None:
+        super().__init__(bad_text("dedupe key", key, longest) + "; hash a longer one first")
 
 
 class InvalidHeaderError(MessageError):
     """A header cannot travel to every broker."""
 
     def __init__(self, what: str, rule: str) -> None:
-        super().__init__(f"bad header {what}: {rule}")
+        super().__init__(f"bad header {what}; {rule}")
 
 
 class InvalidDueTimeError(MessageError):
     """``due_at`` or ``delay`` does not name one moment."""
-
-    def __init__(self, due_at: datetime | None, problem: str) -> None:
-        super().__init__(f"due_at={due_at!r}: {problem}")
 
 
 class TenantMismatchError(MessageError):
@@ -249,7 +245,9 @@ class SchemaMissingError(SchemaError):
     """The outbox table is not there."""
 
     def __init__(self, table: str) -> None:
-        super().__init__(f"table {table} does not exist; run `postroom schema apply` or the SQL of `postroom schema print`")
+        super().__init__(
+            f"table {table} does not exist; run `postroom schema apply` or the SQL of `postroom schema print`"
+        )
 
 
 class SchemaVersionError(SchemaError):
@@ -302,6 +300,18 @@ class RejectError(BrokerError):
     """The destination will never take this message; it becomes dead at once."""
 
 
-def _bad_text(what: str, text: str, longest: int) -> str:
-    shown = text if len(text) <= 40 else f"{text[:40]}… ({len(text)} characters)"  # noqa: PLR2004
-    return f"{what} {shown!r} must be 1 to {longest} characters, without control characters and outer blanks"
+def shown(text: object) -> str:
+    """Return a text fit for an error message, however long it is."""
+    if not isinstance(text, str):
+        return f"of type {type(text).__qualname__}"
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}… ({len(text)} characters)"
+
+
+def bad_text(what: str, text: object, longest: int) -> str:
+    """Say what is wrong with a text that names something."""
+    return (
+        f"{what} {shown(text)} must be text of 1 to {longest} characters, without control characters and outer blanks"
+    )
+
+
+_SHOWN = 40

@@ -12,6 +12,7 @@ from typing import Final
 from uuid import UUID
 
 from .errors import (
+    ConfigurationError,
     InvalidDedupeKeyError,
     InvalidHeaderError,
     InvalidKeyError,
@@ -19,6 +20,8 @@ from .errors import (
     InvalidTopicError,
     PayloadTooLargeError,
     TenantMismatchError,
+    bad_text,
+    shown,
 )
 
 __all__ = ["Limits", "Message", "uuid7", "validate"]
@@ -107,7 +110,7 @@ class Limits:
     def __post_init__(self) -> None:
         """Refuse limits that would refuse everything."""
         if self.payload < 1 or self.headers < 0 or self.header_bytes < 0:
-            raise InvalidMessageError(f"limits must be positive, not {self}")
+            raise ConfigurationError(f"{self} would refuse everything; use positive limits")
 
 
 def validate(message: Message, limits: Limits, *, opaque_dedupe_keys: bool = False) -> None:
@@ -118,11 +121,10 @@ def validate(message: Message, limits: Limits, *, opaque_dedupe_keys: bool = Fal
         raise InvalidKeyError(message.key, MAX_KEY)
     if message.dedupe_key is not None and not _is_name(message.dedupe_key, MAX_KEY):
         raise InvalidDedupeKeyError(message.dedupe_key, MAX_KEY)
-    if not _is_name(message.type, MAX_KEY) or not _is_name(message.content_type, MAX_KEY):
-        raise InvalidMessageError(
-            f"type {message.type!r} and content type {message.content_type!r} must each be "
-            f"1 to {MAX_KEY} printable characters; pass type= and content_type= to add()"
-        )
+    for name, text in (("type", message.type), ("content_type", message.content_type)):
+        if not _is_name(text, MAX_KEY):
+            raise InvalidMessageError(f"{bad_text(name, text, MAX_KEY)}; pass {name}= to add()")
+    _validate_types(message)
     if len(message.payload) > limits.payload:
         raise PayloadTooLargeError(len(message.payload), limits.payload)
     if message.headers:
@@ -136,23 +138,40 @@ def is_namespace(text: str) -> bool:
     return _is_name(text, MAX_NAMESPACE)
 
 
-def _is_name(text: str, longest: int) -> bool:
+def _is_name(text: object, longest: int) -> bool:
     # Some databases compare 'a' and 'a ' as equal, so outer blanks would merge two keys.
-    return 0 < len(text) <= longest and text == text.strip() and not _UNSAFE.search(text)
+    return isinstance(text, str) and 0 < len(text) <= longest and text == text.strip() and not _UNSAFE.search(text)
+
+
+def _validate_types(message: Message) -> None:
+    """Refuse what a type checker would: a library's own error about it may show the payload."""
+    if not isinstance(message.payload, bytes):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+        raise InvalidMessageError(
+            f"the payload of a Message is bytes, not {type(message.payload).__qualname__}; encode it first"
+        )
+    for name, value in (("id", message.id), ("tenant_id", message.tenant_id or message.id)):
+        if not isinstance(value, UUID):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+            raise InvalidMessageError(f"{name} is a UUID, not {type(value).__qualname__}; pass uuid.UUID(...)")
 
 
 def _validate_headers(headers: Mapping[str, str], limits: Limits) -> None:
+    if not isinstance(headers, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+        raise InvalidHeaderError("headers", "pass a mapping of names to text")
     if len(headers) > limits.headers:
-        raise InvalidHeaderError(f"{len(headers)} headers", f"at most {limits.headers} are allowed")
+        raise InvalidHeaderError(
+            f"{len(headers)} headers", f"at most {limits.headers} are allowed; put data into the payload"
+        )
     size = 0
     for name, value in headers.items():
-        if not _HEADER_NAME.fullmatch(name):
-            raise InvalidHeaderError(repr(name), "a name is 1 to 128 of A-Z a-z 0-9 and !#$%&'*+.^_`|~-")
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+            raise InvalidHeaderError(f"name {shown(name)}", "use 1 to 128 of A-Z a-z 0-9 and !#$%&'*+.^_`|~-")
         if not isinstance(value, str) or _UNSAFE.search(value):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
-            raise InvalidHeaderError(repr(name), "a value is text without control characters")
+            raise InvalidHeaderError(f"value of {name}", "use text without control characters, CR and LF among them")
         size += len(name) + len(value.encode())
     if size > limits.header_bytes:
-        raise InvalidHeaderError(f"{size} bytes", f"at most {limits.header_bytes} are allowed")
+        raise InvalidHeaderError(
+            f"size of {size} bytes", f"at most {limits.header_bytes} are allowed; put data into the payload"
+        )
 
 
 def _validate_tenant(message: Message) -> None:

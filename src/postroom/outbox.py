@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias, TypedDict, Unpack, cast, overload
 from uuid import UUID
 
@@ -26,7 +27,7 @@ __all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncCon
 _WRITERS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("asyncpg", "psycopg", "sqlite3", "aiosqlite", "asyncmy", "pymysql", "sqlalchemy", "django"),
-        "postroom.stores.sql.writer",
+        "postroom.stores.sql.writers",
     ),
     "postroom": "postroom.stores.memory",
 }
@@ -34,7 +35,15 @@ _ACCEPTED: Final = (
     "asyncpg, psycopg (sync or async), sqlite3, aiosqlite, asyncmy, PyMySQL, SQLAlchemy Session, AsyncSession, "
     "Connection or AsyncConnection, Django's connection"
 )
-_POOLS: Final = ("Pool", "Engine", "sessionmaker", "async_sessionmaker", "ConnectionPool", "AsyncConnectionPool")
+_POOLS: Final = frozenset(
+    {"AsyncConnectionPool", "AsyncEngine", "ConnectionPool", "Engine", "Pool", "sessionmaker", "async_sessionmaker"}
+)
+
+_NO_DELAY: Final = timedelta(0)
+#: Moments that every database can store.
+_MAX_DELAY: Final = timedelta(days=36525)
+_FIRST_YEAR: Final = 1970
+_LAST_YEAR: Final = 9998
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,10 @@ class _Commits(Protocol):
     def commit(self) -> None: ...
 
 
+class _Forwards(Protocol):
+    def __getattr__(self, name: str, /) -> Any: ...  # noqa: ANN401 -- Django's proxy says no more
+
+
 class _AwaitsCommit(Protocol):
     def commit(self) -> Awaitable[None]: ...
 
@@ -71,7 +84,7 @@ class _TellsTransaction(Protocol):
 
 
 #: A connection or session whose calls return at once.
-SyncConnection: TypeAlias = _Commits
+SyncConnection: TypeAlias = _Commits | _Forwards
 #: A connection or session whose calls are awaited.
 AsyncConnection: TypeAlias = _AwaitsCommit | _TellsTransaction
 
@@ -91,11 +104,20 @@ class Options(TypedDict, total=False):
     outside_transaction: bool
 
 
+_OPTIONS: Final = frozenset(Options.__annotations__)
+_OF_EVERY_MESSAGE: Final = frozenset({"delay", "due_at", "outside_transaction"})
+
+
 class Writer(Protocol):
     """Writes messages through one library's connections."""
 
     def write(
-        self, connection: Any, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool  # noqa: ANN401
+        self,
+        connection: Any,  # noqa: ANN401 -- each writer knows its own
+        additions: Sequence[Addition],
+        outbox: Outbox,
+        *,
+        outside_transaction: bool,
     ) -> list[Added] | Awaitable[list[Added]]:
         """Write in the caller's transaction; never commit it."""
         ...
@@ -151,14 +173,15 @@ class Outbox:
         self.opaque_dedupe_keys = opaque_dedupe_keys
         self.wake = wake
 
+    # A list is an object too: which of two overloads is meant is told by their order, which mypy takes for an accident.
     @overload
-    def add(
+    def add(  # type: ignore[overload-overlap]
         self, connection: AsyncConnection, event: list[Any] | tuple[Any, ...], /, **options: Unpack[Options]
     ) -> Awaitable[list[Added]]: ...
     @overload
     def add(self, connection: AsyncConnection, event: object, /, **options: Unpack[Options]) -> Awaitable[Added]: ...
     @overload
-    def add(
+    def add(  # type: ignore[overload-overlap]
         self, connection: SyncConnection, event: list[Any] | tuple[Any, ...], /, **options: Unpack[Options]
     ) -> list[Added]: ...
     @overload
@@ -168,68 +191,81 @@ class Outbox:
 
         A `Message` is written as it is, under this outbox's namespace. Any other event is encoded, and needs
         ``topic=``; its ``type`` is its class name in dots, or the topic for a dict. With an async connection the
-        answer is to be awaited. Nothing is written unless everything can be.
+        answer is to be awaited. Everything is checked before anything is written. What the database itself refuses
+        is raised by the library of the connection, so that what you do about its errors goes on to work.
 
         Raises:
             MessageError: A message is not valid; the subclass says what.
             NotInTransactionError: No transaction is open, and ``outside_transaction=True`` was not passed.
+            TransactionAbortedError: The transaction has failed before.
             UnknownConnectionError: Nothing is known of this kind of connection.
+            InvalidNameError: The table or its schema cannot be called so.
+            SchemaMissingError: The table is not there.
         """
         many = isinstance(event, list | tuple)
         events = cast("Sequence[object]", event) if many else (event,)
         additions = [self.prepare(item, **options) for item in events]
-        if many and options.get("dedupe_key") is not None and len(additions) > 1:
+        if len(additions) > 1 and options.get("dedupe_key") is not None:
             raise InvalidMessageError("one dedupe_key cannot stand for several events; pass Message objects")
-        writer = _writer(connection)
         outside = options.get("outside_transaction", False)
-        written = writer.write(connection, additions, self, outside_transaction=outside)
+        written = _writer(connection).write(connection, additions, self, outside_transaction=outside)
         if many:
             return written
-        return _first(written) if isinstance(written, Awaitable) else written[0]
+        return written[0] if isinstance(written, list) else _first(written)
 
     def transaction(self, pool: Any) -> AbstractAsyncContextManager[Any]:  # noqa: ANN401 -- whatever the pool hands out
         """Open a transaction on a pool or engine, and deliver at once after its commit.
 
-        Yields a connection for your statements and for `add`. Takes an asyncpg ``Pool``, a psycopg
-        ``AsyncConnectionPool``, or SQLAlchemy's ``AsyncEngine`` or ``async_sessionmaker``.
+        Yields a connection, or a session, for your statements and for `add`. Takes an asyncpg ``Pool``, or
+        SQLAlchemy's ``AsyncEngine`` or ``async_sessionmaker``.
 
         Raises:
             CommitUnknownError: The connection broke during COMMIT.
+            TransactionAbortedError: A statement failed, its error was caught, and so nothing can be committed.
+            UnknownConnectionError: Nothing is known of this kind of pool.
         """
         module = importlib.import_module("postroom.stores.sql.transaction")
         return cast("AbstractAsyncContextManager[Any]", module.transaction(pool, self.wake))
 
     def prepare(self, event: object, /, **options: Unpack[Options]) -> Addition:
         """Return what `add` would write, checked in every way that needs no database."""
-        message = self._message(event, options)
+        if not options.keys() <= _OPTIONS:
+            raise InvalidMessageError(
+                f"add() takes no {_listed(options.keys() - _OPTIONS)}; it takes {_listed(_OPTIONS)}"
+            )
+        given = isinstance(event, Message)
+        message = self._given(event, options) if given else self._made(event, options)
         validate(message, self.limits, opaque_dedupe_keys=self.opaque_dedupe_keys)
-        due_at, delay = options.get("due_at"), options.get("delay", timedelta(0))
-        if due_at is not None and due_at.tzinfo is None:
-            raise InvalidDueTimeError(due_at, "a moment needs a time zone; use datetime.now(UTC) or .astimezone()")
-        if due_at is not None and delay:
-            raise InvalidDueTimeError(due_at, "pass either due_at or delay, not both")
-        if delay < timedelta(0):
-            raise InvalidDueTimeError(due_at, f"delay={delay} is in the past")
-        return Addition(message, due_at, delay, given=isinstance(event, Message))
+        if "due_at" not in options and "delay" not in options:
+            return Addition(message, given=given)
+        due_at, delay = options.get("due_at"), options.get("delay") or _NO_DELAY
+        _validate_due(due_at, delay)
+        return Addition(message, due_at, delay, given=given)
 
-    def _message(self, event: object, options: Options) -> Message:
-        if isinstance(event, Message):
-            if extra := options.keys() - {"delay", "due_at", "outside_transaction"}:
-                raise InvalidMessageError(f"a Message already says its {', '.join(sorted(extra))}; leave them out of add()")
-            return replace(event, namespace=self.namespace, type=event.type or event.topic)
+    def _given(self, message: Message, options: Options) -> Message:
+        if extra := options.keys() - _OF_EVERY_MESSAGE:
+            raise InvalidMessageError(f"a Message already says its {_listed(extra)}; leave them out of add()")
+        return replace(message, namespace=self.namespace, type=message.type or message.topic)
+
+    def _made(self, event: object, options: Options) -> Message:
         topic = options.get("topic")
         if topic is None:
             raise InvalidMessageError("add() needs topic= for an event that is not a Message")
-        raw = isinstance(event, bytes | bytearray | memoryview)
-        payload = bytes(event) if raw else self._encode(event)
+        if isinstance(event, bytes | bytearray | memoryview):
+            payload, kind, content_type = bytes(event), topic, "application/octet-stream"
+        else:
+            payload, content_type = self._encode(event), self.codec.content_type
+            kind = topic if isinstance(event, Mapping) else type_name(event)
+        headers = options.get("headers")
         return Message(
             topic=topic,
             payload=payload,
-            type=options.get("type") or (topic if raw or isinstance(event, Mapping) else type_name(event)),
+            type=options.get("type") or kind,
             key=options.get("key"),
             namespace=self.namespace,
-            content_type=options.get("content_type", "application/octet-stream" if raw else self.codec.content_type),
-            headers=dict(options.get("headers", {})),
+            content_type=options.get("content_type") or content_type,
+            # A copy: the caller may change its own before an async add is awaited.
+            headers=dict(headers) if isinstance(headers, Mapping) else headers or {},
             tenant_id=options.get("tenant_id"),
             dedupe_key=options.get("dedupe_key"),
         )
@@ -240,17 +276,45 @@ class Outbox:
         return self.codec.encode(event)
 
 
+def _validate_due(due_at: datetime | None, delay: timedelta) -> None:
+    if not isinstance(due_at, datetime | None) or not isinstance(delay, timedelta):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+        raise InvalidDueTimeError("due_at is a datetime, delay a timedelta")
+    if delay < _NO_DELAY:
+        raise InvalidDueTimeError(f"delay={delay} is in the past; leave it out to deliver at once")
+    if delay > _MAX_DELAY:
+        raise InvalidDueTimeError(f"delay={delay} is over a century; pass a shorter one")
+    if due_at is None:
+        return
+    if delay:
+        raise InvalidDueTimeError("pass either due_at or delay, not both")
+    if due_at.utcoffset() is None:
+        raise InvalidDueTimeError(f"due_at={due_at} has no time zone; use datetime.now(UTC) or .astimezone()")
+    if not _FIRST_YEAR <= due_at.year <= _LAST_YEAR:
+        raise InvalidDueTimeError(f"due_at={due_at} is out of range; use the years {_FIRST_YEAR} to {_LAST_YEAR}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
 def _writer(connection: object) -> Writer:
-    for kind in type(connection).__mro__:
-        package = kind.__module__.partition(".")[0]
-        if package in _WRITERS and kind.__name__ not in _POOLS:
-            module = importlib.import_module(_WRITERS[package])
-            writer: Writer | None = module.writer_for(connection)
-            if writer is not None:
-                return writer
-    is_pool = type(connection).__name__ in _POOLS
-    hint = ", which hands out connections but is none: acquire one and begin a transaction" if is_pool else ""
-    raise UnknownConnectionError(connection, _ACCEPTED, hint)
+    find = _finder(type(connection))
+    writer = None if find is None else find(connection)
+    if writer is None:
+        is_pool = not _POOLS.isdisjoint(base.__name__ for base in type(connection).__mro__)
+        hint = ", which hands out connections but is none: acquire one and begin a transaction" if is_pool else ""
+        raise UnknownConnectionError(connection, _ACCEPTED, hint)
+    return writer
+
+
+@lru_cache(maxsize=256)
+def _finder(kind: type) -> Callable[[object], Writer | None] | None:
+    """Return what finds the writer for a kind of connection, by the package that its class or a base comes from."""
+    for base in kind.__mro__:
+        module = _WRITERS.get(base.__module__.partition(".")[0])
+        if module is not None:
+            return cast("Callable[[object], Writer | None]", importlib.import_module(module).writer_for)
+    return None
 
 
 async def _first(written: Awaitable[list[Added]]) -> Added:

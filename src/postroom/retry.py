@@ -46,7 +46,7 @@ class Backoff:
 
 @dataclass(slots=True)
 class Breaker:
-    """Tells whether a destination may be tried: closed, open, or one probe at a time.
+    """Tells when a destination that is down may be tried again, by one caller at a time.
 
     Times are seconds of one monotonic clock, given by the caller.
     """
@@ -56,38 +56,25 @@ class Breaker:
     _retry_at: float = field(default=0.0, init=False)
     _probing: bool = field(default=False, init=False)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether everything may go."""
-        return self.failures == 0
-
-    def wait(self, now: float) -> float:
-        """Return how many seconds the destination must be left alone."""
-        return 0.0 if self.is_closed else max(self._retry_at - now, 0.0)
+    def may_probe(self, now: float) -> bool:
+        """Tell whether the destination has been left alone for long enough, and nobody is trying it."""
+        return not self._probing and now >= self._retry_at
 
     def start_probe(self, now: float) -> bool:
-        """Take the right to probe, which one caller has at a time."""
-        if self._probing or self.wait(now) > 0:
+        """Take the right to try the destination, which one caller has at a time."""
+        if not self.may_probe(now):
             return False
         self._probing = True
         return True
 
     def end_probe(self) -> None:
-        """Give the right to probe back without a verdict."""
+        """Give the right back; to be called after `fail`, if that is the verdict."""
         self._probing = False
-
-    def succeed(self) -> bool:
-        """Close; tell whether it was open."""
-        was_open = not self.is_closed
-        self.failures = 0
-        self._probing = False
-        return was_open
 
     def fail(self, now: float) -> bool:
-        """Open, for longer each time a probe fails; tell whether it was closed."""
-        was_closed = self.is_closed
-        if was_closed or self._probing:
+        """Leave the destination alone, for longer each time a probe fails; tell whether this is the first time."""
+        first = self.failures == 0
+        if first or self._probing:
             self.failures += 1
             self._retry_at = now + self.cooldown(self.failures).total_seconds()
-        self._probing = False
-        return was_closed
+        return first

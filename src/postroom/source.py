@@ -40,7 +40,7 @@ class Source(AsyncIterator[Delivery]):
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
         self._recorded: dict[UUID, asyncio.Future[None]] = {}
         self._running: asyncio.Task[None] | None = None
-        self._dispatcher = _Recording(
+        self._dispatcher = Dispatcher(
             store,
             Each(self._hand_out, concurrency=batch, timeout=None),
             batch=batch,
@@ -55,7 +55,7 @@ class Source(AsyncIterator[Delivery]):
             shutdown_grace=shutdown_grace,
             listener=listener,
         )
-        self._dispatcher.source = self
+        self._dispatcher.on_settled(self._settled)
 
     async def __aenter__(self) -> Self:
         """Begin to claim."""
@@ -86,7 +86,7 @@ class Source(AsyncIterator[Delivery]):
         await self._dispatcher.stop()
         if self._running is not None:
             await asyncio.wait({self._running})
-        self.settled(list(self._recorded))
+        self._let_go(list(self._recorded))
 
     def _start(self) -> asyncio.Task[None]:
         if self._running is None:
@@ -105,19 +105,14 @@ class Source(AsyncIterator[Delivery]):
         self._ready.put_nowait(Delivery(message, settle))
         return await decided
 
-    def settled(self, identities: Sequence[UUID]) -> None:
-        """Let those go on who wait for their acknowledgement to be recorded."""
+    def _settled(self, settlements: Sequence[Settlement]) -> None:
+        self._let_go([settlement.claim.message.id for settlement in settlements])
+
+    def _let_go(self, identities: Sequence[UUID]) -> None:
         for identity in identities:
             recorded = self._recorded.pop(identity, None)
             if recorded is not None and not recorded.done():
                 recorded.set_result(None)
-
-
-class _Recording(Dispatcher):
-    source: Source
-
-    def on_settled(self, settlements: Sequence[Settlement]) -> None:
-        self.source.settled([settlement.claim.message.id for settlement in settlements])
 
 
 #: Reads better where it is called: ``async for delivery in source(store):``.

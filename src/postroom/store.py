@@ -88,6 +88,8 @@ class ClaimTerms:
     on_dead: OnDead = "block"
     #: Claim messages of this tenant only; None claims all.
     tenant_id: UUID | None = None
+    #: Leave messages of these topics alone, because they are down.
+    skip_topics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 from .message import Message
 from .retry import Delay
@@ -59,26 +58,11 @@ def judge(
     return Verdict(outcomes, alive, frozenset(down) - alive)
 
 
-def delayed(verdict: Verdict, messages: Sequence[Message], waits: Mapping[str, float]) -> list[Outcome]:
-    """Return the outcomes, with messages of topics that are down due only when those are tried again."""
-    return [
-        Release(timedelta(seconds=waits[message.topic]))
-        if isinstance(outcome, Release) and message.topic in waits
-        else outcome
-        for message, outcome in zip(messages, verdict.outcomes, strict=True)
-    ]
-
-
-def _outcome(
-    message: Message, answer: Outcome | None, *, is_alive: bool, backoff: Delay, max_attempts: int
-) -> Outcome:
-    match answer:
-        case None:
-            failed = Retry(NO_ANSWER) if is_alive else Release()
-        case _:
-            failed = answer
-    if not isinstance(failed, Retry):
-        return failed
+def _outcome(message: Message, answer: Outcome | None, *, is_alive: bool, backoff: Delay, max_attempts: int) -> Outcome:
+    if answer is None:
+        answer = Retry(NO_ANSWER) if is_alive else Release()
+    if not isinstance(answer, Retry):
+        return answer
     if message.attempt >= max_attempts:
-        return Dead(failed.error)
-    return Retry(failed.error, backoff(message.attempt) if failed.delay is None else failed.delay)
+        return Dead(answer.error)
+    return Retry(answer.error, backoff(message.attempt) if answer.delay is None else answer.delay)

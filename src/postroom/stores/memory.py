@@ -6,27 +6,46 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from itertools import takewhile
+from typing import Final
+from uuid import UUID
 
 from ..errors import NotInTransactionError
 from ..message import DEFAULT_NAMESPACE, Message
 from ..outbox import Added, Addition, Outbox, Writer
 from ..store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
+from .sql.claiming import suspect_after
 
-__all__ = ["MemoryStore", "MemoryTransaction"]
+__all__ = ["MemoryRow", "MemoryStore", "MemoryTransaction", "writer_for"]
+
+#: How often suspects are asked for first, so that a constant load cannot starve them.
+SUSPECTS_EVERY: Final = 16
+_STATUS: Final = {Delivered: "delivered", Retry: "pending", Release: "pending", Dead: "dead"}
 
 
-@dataclass(slots=True)
-class _Row:
+@dataclass(slots=True, eq=False)
+class MemoryRow:
+    """A stored message and what became of it so far."""
+
     message: Message
     due: datetime
+    changed: datetime
     status: str = "pending"
+    worker: UUID | None = None
     locked_until: datetime | None = None
     error: str | None = None
-    changed: datetime | None = None
+
+    def become(self, status: str, now: datetime) -> None:
+        """Change the status, which also ends a lease."""
+        self.status, self.changed, self.worker, self.locked_until = status, now, None, None
+
+    def is_expired(self, now: datetime) -> bool:
+        """Tell whether a lease ran out."""
+        return self.locked_until is not None and self.locked_until < now
 
 
 class MemoryStore:
-    """Messages in a list; they end with the process."""
+    """Messages in a list, in order of arrival; they end with the process."""
 
     features = Features(durable=False)
 
@@ -39,14 +58,19 @@ class MemoryStore:
     ) -> None:
         self.namespace = namespace
         self.keep_delivered = keep_delivered
-        self.rows: list[_Row] = []
+        self.rows: list[MemoryRow] = []
         self._clock = clock
+        self._turn = 0
 
     @contextmanager
     def transaction(self) -> Iterator[MemoryTransaction]:
         """Open a transaction for `Outbox.add`; leaving it with an error discards what was added."""
         transaction = MemoryTransaction(self)
-        yield transaction
+        try:
+            yield transaction
+        except BaseException:
+            transaction.is_open = False
+            raise
         transaction.commit()
 
     async def open(self) -> None:
@@ -56,38 +80,42 @@ class MemoryStore:
         """Do nothing."""
 
     async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
-        """Lease up to ``limit`` messages that are due."""
-        now, claims, held = self._clock(), list[Claim](), set[tuple[str, str]]()
-        for row in sorted(self._mine(), key=lambda row: row.message.key is None and row.due > now):
-            message, order = row.message, (row.message.topic, row.message.key or "")
-            expired = row.status == "processing" and row.locked_until is not None and row.locked_until < now
-            due = (row.status == "pending" and row.due <= now) or expired
-            ours = terms.tenant_id in {None, message.tenant_id}
-            taken = due and ours and message.attempt < terms.max_attempts and len(claims) < limit
-            if message.key is not None:
-                blocks = row.status in {"pending", "processing"} or (row.status == "dead" and terms.on_dead == "block")
-                taken = taken and order not in held
-                held |= {order} if blocks and not taken else set()
-            if taken:
-                row.status, row.locked_until, row.changed = "processing", now + terms.lease, now
-                row.message = replace(message, attempt=message.attempt + 1, token=message.token + 1)
-                claims.append(Claim(row.message))
-        return claims
+        """Lease what is due, expired leases first, each key from its head on; or one suspect."""
+        self._turn += 1
+        now, lines = self._clock(), self._lines(terms)
+        runs = [run for line in lines if (run := list(takewhile(lambda row: _is_ready(row, terms, now), line)))]
+        runs.sort(key=lambda run: (run[0].status == "pending", run[0].locked_until or run[0].due))
+        chosen = [row for run in runs for row in run][:limit]
+        suspects = [line[0] for line in lines if _is_suspect(line[0], terms, now)]
+        alone = bool(suspects) and limit > 0 and (not chosen or self._turn % SUSPECTS_EVERY == 0)
+        if alone:
+            chosen = [min(suspects, key=lambda row: row.locked_until or now)]
+        return [_lease(row, terms, now, suspect=alone) for row in self._mine() if row in chosen]
+
+    def _lines(self, terms: ClaimTerms) -> list[list[MemoryRow]]:
+        """Return what has to go out one after the other: the messages of a key, or a single one without."""
+        waiting = {"pending", "processing"} | ({"dead"} if terms.on_dead == "block" else set())
+        lines: dict[object, list[MemoryRow]] = {}
+        for row in self._mine():
+            place = row.message.id if row.message.key is None else (row.message.topic, row.message.key)
+            if row.status in waiting:
+                lines.setdefault(place, []).append(row)
+        return list(lines.values())
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Record what became of claims; return those that were lost."""
-        return [s.claim for s in settlements if not self._settle(s)]
+        return [settlement.claim for settlement in settlements if not self._settle(settlement)]
 
     def _settle(self, settlement: Settlement) -> bool:
-        now, outcome = self._clock(), settlement.outcome
-        row = self._current(settlement.claim)
+        now, outcome, message = self._clock(), settlement.outcome, settlement.claim.message
+        row, status = self._find(message.id), _STATUS[type(outcome)]
         if row is None:
-            return isinstance(outcome, Delivered) and not self.has(settlement.claim.message)
-        states = {Delivered: "delivered", Retry: "pending", Release: "pending", Dead: "dead"}
-        wanted = states[type(outcome)]
-        if row.status != "processing" and (row.status, wanted) != ("dead", "delivered"):
-            return row.status == wanted
-        row.status, row.locked_until, row.changed = wanted, None, now
+            return isinstance(outcome, Delivered)  # only delivered messages are ever deleted
+        if row.message.token != message.token:
+            return False
+        if row.status != "processing" and (row.status, status) != ("dead", "delivered"):
+            return row.status == status  # it was settled before, in this way or in another
+        row.become(status, now)
         match outcome:
             case Delivered():
                 row.error = None
@@ -103,65 +131,90 @@ class MemoryStore:
 
     async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
         """Lease claims anew from now on; return those that were lost."""
-        lost: list[Claim] = []
+        now, lost = self._clock(), list[Claim]()
         for claim in claims:
-            row = self._current(claim)
-            if row is None or row.status != "processing":
+            row = self._find(claim.message.id)
+            if row is None or row.status != "processing" or row.message.token != claim.message.token:
                 lost.append(claim)
             else:
-                row.locked_until = self._clock() + lease
+                row.locked_until, row.changed = now + lease, now
         return lost
 
     async def sweep(self, terms: ClaimTerms) -> int:
         """Make messages dead that have no attempt left."""
-        now, count = self._clock(), 0
-        for row in self._mine():
-            expired = row.status == "processing" and row.locked_until is not None and row.locked_until < now
-            if row.message.attempt >= terms.max_attempts and (expired or (row.status == "pending" and row.due <= now)):
-                row.error = "the lease ran out on the last attempt" if expired else row.error or "no attempts left"
-                row.status, row.locked_until, count = "dead", None, count + 1
-        return count
+        now = self._clock()
+        spent = [row for row in self._mine() if row.message.attempt >= terms.max_attempts]
+        crashed = [row for row in spent if row.is_expired(now)]
+        waiting = [row for row in spent if row.status == "pending" and row.due <= now]
+        for row in crashed:
+            row.error = "the lease ran out on the last attempt: the worker crashed or stalled"
+        for row in crashed + waiting:
+            row.error = row.error or "no attempts left"
+            row.become("dead", now)
+        return len(crashed + waiting)
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         """Delete delivered messages past their retention."""
-        limit_time = self._clock() - older_than
-        old = [r for r in self._mine() if r.status == "delivered" and r.changed is not None and r.changed <= limit_time]
-        for row in old[:limit]:
+        latest = self._clock() - older_than
+        old = [row for row in self._mine() if row.status == "delivered" and row.changed <= latest]
+        oldest = sorted(old, key=lambda row: row.changed)[:limit]
+        for row in oldest:
             self.rows.remove(row)
-        return len(old[:limit])
+        return len(oldest)
 
     async def stats(self) -> Stats:
         """Tell how the namespace is doing."""
-        now = self._clock()
-        states = [row.status for row in self._mine()]
-        ages = [now - row.due for row in self._mine() if row.status == "pending" and row.due <= now]
-        counts = {state: states.count(state) for state in ("pending", "processing", "delivered", "dead")}
+        now, rows = self._clock(), self._mine()
+        states = [row.status for row in rows]
+        ages = [now - row.due for row in rows if row.status == "pending" and row.due <= now]
+        counts = {status: states.count(status) for status in ("pending", "processing", "delivered", "dead")}
         return Stats(**counts, oldest_due=max(ages, default=None))
 
     async def listen(self, wake: Callable[[], None]) -> None:
         """Return at once: nothing reaches memory from another process."""
 
-    def add(self, addition: Addition) -> Added:
-        """Store one message, unless its id or dedupe key is there."""
-        message, now = addition.message, self._clock()
-        for row in self.rows:
-            there = row.message
-            same = (there.namespace, there.topic, there.dedupe_key) == (message.namespace, message.topic, message.dedupe_key)
-            if there.id == message.id or (same and message.dedupe_key is not None):
-                return Added(there.id, added=False)
-        self.rows.append(_Row(replace(message, time=now), addition.due_at or now + addition.delay))
-        return Added(message.id, added=True)
-
-    def has(self, message: Message) -> bool:
-        """Tell whether a message is stored."""
-        return any(row.message.id == message.id for row in self.rows)
-
-    def _mine(self) -> list[_Row]:
+    def _mine(self) -> list[MemoryRow]:
         return [row for row in self.rows if row.message.namespace == self.namespace]
 
-    def _current(self, claim: Claim) -> _Row | None:
-        found = (row for row in self.rows if row.message.id == claim.message.id)
-        return next((row for row in found if row.message.token == claim.message.token), None)
+    def _find(self, identity: UUID) -> MemoryRow | None:
+        return next((row for row in self.rows if row.message.id == identity), None)
+
+    def add(self, addition: Addition) -> Added:
+        """Store one message, unless its id or its dedupe key is there; for transactions, which decide when."""
+        message, now = addition.message, self._clock()
+        there = next((row.message.id for row in self.rows if _is_same(row.message, message)), None)
+        if there is not None:
+            return Added(there, added=False)
+        self.rows.append(MemoryRow(replace(message, time=now), addition.due_at or now + addition.delay, now))
+        return Added(message.id, added=True)
+
+
+def _is_ours(row: MemoryRow, terms: ClaimTerms) -> bool:
+    return terms.tenant_id in {None, row.message.tenant_id} and row.message.topic not in terms.skip_topics
+
+
+def _is_ready(row: MemoryRow, terms: ClaimTerms, now: datetime) -> bool:
+    """Tell whether a message may be claimed together with others."""
+    if row.status == "pending":
+        return _is_ours(row, terms) and row.due <= now and row.message.attempt < terms.max_attempts
+    return _is_ours(row, terms) and row.is_expired(now) and row.message.attempt < suspect_after(terms.max_attempts)
+
+
+def _is_suspect(row: MemoryRow, terms: ClaimTerms, now: datetime) -> bool:
+    """Tell whether a message may have killed its worker often enough to be tried alone."""
+    risky = suspect_after(terms.max_attempts) <= row.message.attempt < terms.max_attempts
+    return risky and row.is_expired(now) and _is_ours(row, terms)
+
+
+def _lease(row: MemoryRow, terms: ClaimTerms, now: datetime, *, suspect: bool) -> Claim:
+    row.status, row.changed, row.worker, row.locked_until = "processing", now, terms.worker, now + terms.lease
+    row.message = replace(row.message, attempt=row.message.attempt + 1, token=row.message.token + 1)
+    return Claim(row.message, suspect)
+
+
+def _is_same(there: Message, new: Message) -> bool:
+    place = (there.namespace, there.topic, there.dedupe_key)
+    return there.id == new.id or (new.dedupe_key is not None and place == (new.namespace, new.topic, new.dedupe_key))
 
 
 @dataclass(slots=True)
@@ -170,18 +223,21 @@ class MemoryTransaction:
 
     store: MemoryStore
     waiting: list[Addition] = field(default_factory=list[Addition])
+    wakes: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
     is_open: bool = True
 
     def commit(self) -> None:
-        """Store what was added."""
+        """Store what was added, and wake who delivers it."""
         for addition in self.waiting:
             self.store.add(addition)
+        for wake in self.wakes:
+            wake()
         self.is_open = False
 
     def write(
         self, connection: MemoryTransaction, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
     ) -> list[Added]:
-        """Note messages down for the commit."""
+        """Note messages down for the commit; outside of a transaction they are stored at once."""
         if not self.is_open and not outside_transaction:
             raise NotInTransactionError("use `with store.transaction() as transaction:`")
         trial = MemoryStore(namespace=self.store.namespace)
@@ -189,7 +245,11 @@ class MemoryTransaction:
         for addition in self.waiting:
             trial.add(addition)
         added = [trial.add(addition) for addition in additions]
-        self.waiting += additions
+        noted = self if self.is_open else MemoryTransaction(self.store)
+        noted.waiting += additions
+        noted.wakes += [outbox.wake] if outbox.wake is not None and outbox.wake not in noted.wakes else []
+        if noted is not self:
+            noted.commit()
         return added
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
-__all__ = ["Watchdog", "descendants", "is_gone", "is_stopped", "kill_tree", "signal_tree"]
+__all__ = ["Watchdog", "descendants", "is_gone", "is_stopped", "kill_tree", "signal_tree", "watch"]
 
 _PROC = Path("/proc")
 
@@ -89,6 +89,18 @@ class Watchdog:
         self._process.communicate()
 
 
+def watch(reports: Iterable[str], folder: str) -> None:
+    """Read which process to guard until nobody is left to say, then kill it and clear its folder."""
+    guarded = 0
+    for report in reports:
+        guarded = int(report)
+    killed = kill_tree(guarded) if guarded else []
+    deadline = time.monotonic() + timedelta(seconds=10).total_seconds()
+    while not all(map(is_gone, killed)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _stat(pid: int) -> tuple[str, int]:
     try:
         stat = (_PROC / str(pid) / "stat").read_bytes()
@@ -109,16 +121,5 @@ def _stat_without_proc(pid: int) -> tuple[str, int]:
     return "?", 0
 
 
-def _watch(reports: Iterable[str], folder: str) -> None:
-    guarded = 0
-    for report in reports:
-        guarded = int(report)
-    killed = kill_tree(guarded) if guarded else []
-    deadline = time.monotonic() + timedelta(seconds=10).total_seconds()
-    while not all(map(is_gone, killed)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 if __name__ == "__main__":
-    _watch(sys.stdin, sys.argv[1])
+    watch(sys.stdin, sys.argv[1])

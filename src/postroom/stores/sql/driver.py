@@ -10,18 +10,23 @@ from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 from ...errors import PostroomError, StoreError, StoreTimeoutError, StoreUnavailableError
+from .errors import ADVICE
 from .statement import Result, Script, Statement, run_async
+from .url import Place
 
 __all__ = ["Driver", "NetworkDriver"]
 
 T = TypeVar("T")
 C = TypeVar("C")
 
+#: How many seconds a broken connection has to let go of whoever waits on it.
+FAREWELL = 1.0
+
 
 class Driver(Protocol):
     """Runs scripts on connections of its own."""
 
-    async def run(self, script: Script[T], *, atomic: bool = True, timeout: timedelta) -> T:
+    async def run(self, script: Script[T], *, atomic: bool = True, timeout: timedelta) -> T:  # noqa: ASYNC109
         """Run a script, as one transaction or, if not ``atomic``, statement by statement.
 
         Raises `StoreError` and its kin for whatever the library raises. A connection that was cancelled, timed out
@@ -29,8 +34,11 @@ class Driver(Protocol):
         """
         ...
 
-    async def listen(self, channel: str, wake: Callable[[], None]) -> None:
-        """Call ``wake`` at every notification until cancelled; return at once if the database has none."""
+    async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
+        """Call ``wake`` at every notification until cancelled; return at once if the database has none.
+
+        Raises `StoreError` when the connection breaks, or does not come about within ``timeout``.
+        """
         ...
 
     async def close(self) -> None:
@@ -41,25 +49,35 @@ class Driver(Protocol):
 class NetworkDriver(ABC, Generic[C]):
     """A small pool of connections, none of which is used again after anything went wrong on it."""
 
-    def __init__(self, *, size: int, place: str, secret: str | None) -> None:
-        self._size = size
-        #: Where the database is, fit to be shown.
+    begin = "BEGIN"
+
+    def __init__(self, place: Place, *, size: int) -> None:
         self._place = place
-        self._secret = secret
+        self._size = size
         self._idle: list[C] = []
         self._gate = asyncio.Semaphore(size)
         self._pid = os.getpid()
+        self._inherited: list[C] = []
 
     async def run(self, script: Script[T], *, atomic: bool = True, timeout: timedelta) -> T:  # noqa: ASYNC109
         """Run a script on a connection that nobody else uses."""
+        self._notice_fork()
+        deadline = asyncio.timeout(timeout.total_seconds())
         try:
-            async with asyncio.timeout(timeout.total_seconds()) as deadline:
-                async with self._gate:
-                    return await self._run(script, atomic=atomic)
-        except TimeoutError as error:
+            async with deadline, self._gate:
+                return await self._run(script, atomic=atomic)
+        except TimeoutError:
             if not deadline.expired():
-                raise self._translated(error) from error
+                raise
             raise StoreTimeoutError(f"{self._place} did not answer within {timeout.total_seconds():g} s") from None
+
+    def _notice_fork(self) -> None:
+        """Let a forked child begin anew: its parent's connections are not its own to use or to close."""
+        if self._pid != os.getpid():
+            # Kept, because to collect them would close what the parent uses.
+            self._inherited += self._idle
+            self._idle, self._pid = [], os.getpid()
+            self._gate = asyncio.Semaphore(self._size)
 
     async def _run(self, script: Script[T], *, atomic: bool) -> T:
         connection = await self._take()
@@ -83,14 +101,11 @@ class NetworkDriver(ABC, Generic[C]):
         return result
 
     async def _take(self) -> C:
-        if self._pid != os.getpid():
-            # A forked child must not talk on its parent's connections, nor close them.
-            self._idle, self._pid = [], os.getpid()
         if self._idle:
             return self._idle.pop()
         try:
             return await self.connect()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- translated, whatever it is
             raise self._translated(error) from self._cause(error)
 
     async def _work(self, connection: C, script: Script[T], *, atomic: bool) -> T:
@@ -106,31 +121,45 @@ class NetworkDriver(ABC, Generic[C]):
         return result
 
     async def _throw_away(self, connection: C, work: asyncio.Task[Any]) -> None:
-        self.abort(connection)
-        work.cancel()
         work.add_done_callback(_forget)
-        await asyncio.wait({work}, timeout=1)
+        self.abort(connection)
+        # A broken connection ends the work by itself; to cancel it as well makes some libraries ask the server first.
+        await asyncio.wait({work}, timeout=FAREWELL)
+        work.cancel()
+        self.free(connection)
 
     def _translated(self, error: Exception) -> StoreError:
         kind = self.kind_of(error)
-        return kind(f"{self._place}: {type(error).__name__}: {self._scrubbed(str(error))}")
+        said = f"{self._place}: {type(error).__name__}: {self._scrubbed(str(error)).strip()}"
+        return kind(f"{said}; {ADVICE[kind]}" if kind in ADVICE else said)
 
     def _scrubbed(self, text: str) -> str:
-        return text.replace(self._secret, "***") if self._secret else text
+        for secret in self._place.secrets:
+            text = text.replace(secret, "***")
+        return text
 
     def _cause(self, error: Exception) -> Exception | None:
-        return None if self._secret and self._secret in str(error) else error
+        """Return what may be chained to an error of ours: nothing that holds the password."""
+        return error if self._scrubbed(str(error)) == str(error) else None
 
-    async def listen(self, channel: str, wake: Callable[[], None]) -> None:
+    async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
         """Return at once: most databases notify nobody."""
+
+    async def _listener(self, timeout: timedelta) -> C:  # noqa: ASYNC109
+        """Open a connection that is not of the pool, for it is never given back."""
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                return await self.connect()
+        except Exception as error:  # noqa: BLE001 -- translated, whatever it is
+            raise self._translated(error) from self._cause(error)
 
     async def close(self) -> None:
         """Close the idle connections; those in use are closed by their users."""
+        self._notice_fork()
         idle, self._idle = self._idle, []
         for connection in idle:
             self.abort(connection)
-
-    begin = "BEGIN"
+            self.free(connection)
 
     @abstractmethod
     async def connect(self) -> C:
@@ -142,7 +171,10 @@ class NetworkDriver(ABC, Generic[C]):
 
     @abstractmethod
     def abort(self, connection: C) -> None:
-        """Close a connection at once, failing whatever waits on it."""
+        """Break a connection at once, failing whatever waits on it."""
+
+    def free(self, connection: C) -> None:
+        """Give back what is left of a broken connection, now that nobody waits on it."""
 
     @abstractmethod
     def kind_of(self, error: Exception) -> type[StoreError]:

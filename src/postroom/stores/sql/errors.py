@@ -1,7 +1,8 @@
-"""What the errors of database servers mean, by their codes."""
+"""What the errors of database servers mean, by their codes, and what to do about them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from ...errors import (
@@ -9,10 +10,11 @@ from ...errors import (
     StoreAuthenticationError,
     StoreContentionError,
     StoreError,
+    StoreTimeoutError,
     StoreUnavailableError,
 )
 
-__all__ = ["SETTINGS", "mysql_error", "postgres_error", "sqlite_error"]
+__all__ = ["ADVICE", "SETTINGS", "mysql_error", "postgres_error", "sqlite_error"]
 
 #: What a PostgreSQL session of ours is set to.
 SETTINGS: Final = {
@@ -22,34 +24,49 @@ SETTINGS: Final = {
     "idle_in_transaction_session_timeout": "60000",
 }
 
-_POSTGRES: Final = {
+#: What to do about an error, where the server does not say it.
+ADVICE: Final[Mapping[type[StoreError], str]] = {
+    StoreAuthenticationError: "check the user, the password and the name of the database",
+    StoreUnavailableError: "check that the server runs, and its host and port",
+    ReadOnlyStoreError: "connect to the primary",
+}
+
+_POSTGRES: Final[Mapping[str, type[StoreError]]] = {
     "40001": StoreContentionError,
     "40P01": StoreContentionError,
     "55P03": StoreContentionError,
     "25006": ReadOnlyStoreError,
     "3D000": StoreAuthenticationError,
+    "57014": StoreTimeoutError,
 }
 # By class: wrong credentials; connection lost; out of resources; shut down by the operator.
-_POSTGRES_CLASSES: Final = {
+_POSTGRES_CLASSES: Final[Mapping[str, type[StoreError]]] = {
     "28": StoreAuthenticationError,
     "08": StoreUnavailableError,
     "53": StoreUnavailableError,
     "57": StoreUnavailableError,
 }
-_MYSQL: Final = {
-    1205: StoreContentionError,
-    1213: StoreContentionError,
-    1020: StoreContentionError,
-    1044: StoreAuthenticationError,
-    1045: StoreAuthenticationError,
-    1049: StoreAuthenticationError,
-    1698: StoreAuthenticationError,
+_MYSQL: Final[Mapping[int, type[StoreError]]] = {
+    1020: StoreContentionError,  # the record has changed since it was read
+    1205: StoreContentionError,  # waited too long for a lock
+    1213: StoreContentionError,  # deadlock
+    1044: StoreAuthenticationError,  # no right to the database
+    1045: StoreAuthenticationError,  # wrong user or password
+    1049: StoreAuthenticationError,  # no such database
+    1698: StoreAuthenticationError,  # the user logs in another way
     1290: ReadOnlyStoreError,
-    1040: StoreUnavailableError,
-    1053: StoreUnavailableError,
-    1927: StoreUnavailableError,
+    1792: ReadOnlyStoreError,
+    1836: ReadOnlyStoreError,
+    1969: StoreTimeoutError,  # MariaDB's max_statement_time
+    3024: StoreTimeoutError,  # MySQL's max_execution_time
+    1021: StoreUnavailableError,  # the disk is full
+    1040: StoreUnavailableError,  # too many connections
+    1053: StoreUnavailableError,  # shutting down
+    1114: StoreUnavailableError,  # the table space is full
+    1203: StoreUnavailableError,  # too many connections of this user
+    1927: StoreUnavailableError,  # the connection was killed
 }
-_SQLITE: Final = {
+_SQLITE: Final[Mapping[str, type[StoreError]]] = {
     "SQLITE_BUSY": StoreContentionError,
     "SQLITE_LOCKED": StoreContentionError,
     "SQLITE_READONLY": ReadOnlyStoreError,
@@ -57,7 +74,7 @@ _SQLITE: Final = {
     "SQLITE_NOTADB": StoreUnavailableError,
     "SQLITE_IOERR": StoreUnavailableError,
     "SQLITE_FULL": StoreUnavailableError,
-    "SQLITE_INTERRUPT": StoreUnavailableError,
+    "SQLITE_INTERRUPT": StoreTimeoutError,
 }
 
 

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from ...errors import InvalidNameError
 
-__all__ = ["Names"]
+__all__ = ["TEMPORARY", "Names"]
+
+#: The schema of PostgreSQL in which a model is built and thrown away.
+TEMPORARY = "pg_temp"
 
 # Room is left for the suffixes of indexes within the 63 characters that PostgreSQL keeps.
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,44}")
-_RULE = "a lower-case letter or _, then up to 44 of a-z 0-9 _"
+_RULE = "a lower-case letter or _, then up to 44 of a-z 0-9 _; sqlite_ and pg_ are taken"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,8 @@ class Names:
     def __post_init__(self) -> None:
         """Refuse what is not a plain identifier."""
         for kind, name in (("table", self.table), ("schema", self.schema)):
-            if name is not None and not _NAME.fullmatch(name):
+            taken = name is not None and name != TEMPORARY and name.startswith(("sqlite_", "pg_"))
+            if name is not None and (taken or not _NAME.fullmatch(name)):
                 raise InvalidNameError(kind, name, _RULE)
 
     def render(self, quote: str) -> dict[str, str]:
@@ -36,7 +40,19 @@ class Names:
         prefix = "" if self.schema is None else f"{quoted(self.schema)}."
         suffixed = {
             suffix: quoted(f"{self.table}_{suffix}")
-            for suffix in ("ready", "ready_keyed", "leased", "keyed", "dead", "dedupe", "delivered", "seq", "status_check", "worker_check", "lease_check")
+            for suffix in (
+                "ready",
+                "ready_keyed",
+                "leased",
+                "keyed",
+                "dead",
+                "dedupe",
+                "delivered",
+                "seq",
+                "status_check",
+                "worker_check",
+                "lease_check",
+            )
         }
         return {
             "outbox": prefix + quoted(self.table),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ...errors import SchemaMissingError, SchemaVersionError
+from ...errors import SchemaError, SchemaMissingError, SchemaVersionError
 from .dialect import Dialect
 from .statement import Script
 
@@ -57,26 +57,34 @@ class Schema:
             if found is not None and found > VERSION:
                 raise SchemaVersionError(self.dialect.names.table, found, VERSION)
             differences = yield from self.check()
-            for text in self.statements() if differences else ():
-                yield self.dialect.sql(text)
+            if differences:
+                yield from self._create()
         finally:
             yield from self.unlock()
         return bool(differences)
 
+    def _create(self) -> Script[None]:
+        for text in self.statements():
+            yield self.dialect.sql(text)
+        left = yield from self.check()
+        if left:
+            # Nothing is ever altered or dropped here: that may lock the table for long, or lose data.
+            raise SchemaError(f"{self.dialect.names.table} is there but not as needed; repair it: {'; '.join(left)}")
+
     def current(self) -> Script[int | None]:
         """Return the version that is there, None if there is none."""
         table = f"{self.dialect.names.table}_version"
-        there = yield self.dialect.sql(self.exists, returns=True, **self._table(table))
+        there = yield self.dialect.query(self.exists, **self._table(table))
         if not there.rows[0][0]:
             return None
-        found = yield self.dialect.sql("SELECT max(version) FROM {version}", returns=True)
+        found = yield self.dialect.query("SELECT max(version) FROM {version}")
         version: int | None = found.rows[0][0]
         return version
 
     def verify(self) -> Script[None]:
         """Raise the error that tells what to do, unless the version is the right one."""
         table = self.dialect.names.table
-        there = yield self.dialect.sql(self.exists, returns=True, **self._table(table))
+        there = yield self.dialect.query(self.exists, **self._table(table))
         found = yield from self.current()
         if not there.rows[0][0]:
             raise SchemaMissingError(table)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 __all__ = ["ParamStyle", "Result", "Row", "Script", "Statement", "run", "run_async"]
 
@@ -19,7 +19,8 @@ Row: TypeAlias = Sequence[Any]
 _PARAMETER = re.compile(r"(?<!:):([a-z_]+)")
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Result:
     """What a statement answered."""
 
     rows: Sequence[Row]
@@ -38,7 +39,8 @@ class Statement:
     """
 
     text: str
-    params: Mapping[str, Any]
+    #: Not shown: payloads are among them, and a repr ends up in logs.
+    params: Mapping[str, Any] = field(repr=False)
     #: Whether it answers with rows; otherwise only their count is asked for.
     returns: bool = False
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -16,10 +17,12 @@ from ...errors import (
     InvalidNameError,
     ReadOnlyStoreError,
     StoreContentionError,
+    StoreError,
     UnsupportedDatabaseError,
 )
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
 from ...store import Claim, ClaimTerms, Features, Settlement, Stats
+from .claiming import Walk
 from .dialects.mysql import MySQL
 from .dialects.postgres import PostgreSQL
 from .dialects.sqlite import SQLite
@@ -43,12 +46,14 @@ SCHEMA_TIMEOUT = timedelta(minutes=5)
 #: How often suspects are asked for first, so that a constant load cannot starve them.
 SUSPECTS_EVERY = 16
 CONTENTION_RETRIES = 3
+#: How many seconds one hint stands for all that come after it.
+HINTS_APART = 0.01
 
 
 class SQLStore:
     """The messages of one namespace in one outbox table."""
 
-    def __init__(  # noqa: PLR0913 -- what the subclasses choose, and what users may
+    def __init__(
         self,
         schema: Schema,
         driver: Driver,
@@ -81,6 +86,7 @@ class SQLStore:
         self._timeout = timeout
         self._is_open = False
         self._turn = 0
+        self._walk = Walk()
 
     def __repr__(self) -> str:
         """Leave out where the database is: its URL may hold a password."""
@@ -127,14 +133,19 @@ class SQLStore:
             if suspects:
                 return suspects, True
         rows: list[Row] = []
-        lanes = [self._dialect.claim_loose, self._dialect.claim_keyed]
-        for lane in lanes if self._turn % 2 else reversed(lanes):
-            rows += yield from lane(self.namespace, limit - len(rows), terms)
+        # The lanes take turns at going first, so that a full one cannot starve the other.
+        for lane in (self._turn % 2, (self._turn + 1) % 2):
+            rows += yield from self._claim_lane(limit - len(rows), terms, keyed=lane == 0)
             if len(rows) == limit:
                 break
         if rows:
             return rows, False
         return (yield from self._dialect.claim_suspect(self.namespace, terms)), True
+
+    def _claim_lane(self, limit: int, terms: ClaimTerms, *, keyed: bool) -> Script[Sequence[Row]]:
+        if keyed:
+            return self._dialect.claim_keyed(self.namespace, limit, terms, self._walk)
+        return self._dialect.claim_loose(self.namespace, limit, terms)
 
     def _claim(self, row: Row, *, suspect: bool) -> Claim | None:
         try:
@@ -144,7 +155,9 @@ class SQLStore:
                 identity = self._dialect.to_uuid(row[0])
             except (ValueError, TypeError):
                 return None  # without its id nothing can be said of it; the sweep will bury it
-            return Claim(Message(id=identity, topic="?", payload=b"", token=row[11], attempt=row[10]), broken=str(error))
+            return Claim(
+                Message(id=identity, topic="?", payload=b"", token=row[11], attempt=row[10]), broken=str(error)
+            )
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Record what became of claims; return those that were lost."""
@@ -172,7 +185,7 @@ class SQLStore:
 
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process."""
-        await self._driver.listen(self._dialect.channel(self.namespace), wake)
+        await self._driver.listen(self._dialect.channel(self.namespace), wake, timeout=self._timeout)
 
     async def _run(self, script: Script[T], *, atomic: bool) -> T:
         return await self._driver.run(script, atomic=atomic, timeout=self._timeout)
@@ -217,13 +230,23 @@ class PostgresStore(SQLStore):
             timeout=timeout,
             features=Features(wakeups=True),
         )
-        self._waking: asyncio.Task[None] | None = None
+        self._hint: asyncio.Task[None] | None = None
+        self._hints: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def open(self) -> None:
         """Connect, and check server and schema."""
         self._loop = asyncio.get_running_loop()
         await super().open()
+
+    async def close(self) -> None:
+        """Close all connections; hints that are on their way are dropped."""
+        self._is_open = False
+        for hint in self._hints:
+            hint.cancel()
+        if self._hints:
+            await asyncio.wait(self._hints)
+        await super().close()
 
     def notify(self) -> None:
         """Hint to dispatchers of other processes that there is work, at most once in ten milliseconds.
@@ -232,23 +255,26 @@ class PostgresStore(SQLStore):
         """
         if self._loop is None:
             raise ConfigurationError("the store is not open; call `await store.open()` before notify()")
-        self._loop.call_soon_threadsafe(self._schedule_notify)
+        with suppress(RuntimeError):  # the loop has been closed, and with it the store
+            self._loop.call_soon_threadsafe(self._schedule_notify)
 
     def _schedule_notify(self) -> None:
-        if self._waking is None or self._waking.done():
-            self._waking = asyncio.create_task(self._notify_soon())
+        if self._hint is None and self._is_open:
+            self._hint = asyncio.create_task(self._notify_soon())
+            self._hints.add(self._hint)
+            self._hint.add_done_callback(self._hints.discard)
 
     async def _notify_soon(self) -> None:
-        await asyncio.sleep(0.01)
-        # What commits from here on is not covered by this hint and must be able to schedule the next.
-        self._waking = None
-        hint = self._dialect.sql(
-            "SELECT pg_notify(:channel::text, '')", returns=True, channel=self._dialect.channel(self.namespace)
-        )
         try:
+            await asyncio.sleep(HINTS_APART)
+        finally:
+            # What commits from here on is not covered by this hint and must be able to schedule the next.
+            self._hint = None
+        hint = self._dialect.query(
+            "SELECT pg_notify(:channel::text, '')", channel=self._dialect.channel(self.namespace)
+        )
+        with suppress(StoreError):  # a lost hint costs latency, never a message
             await self._run(_one(hint), atomic=False)
-        except Exception:  # noqa: BLE001, S110 -- a lost hint costs latency, never a message
-            pass
 
 
 class MySQLStore(SQLStore):
@@ -260,7 +286,7 @@ class MySQLStore(SQLStore):
         MySQLStore(namespace='shop', table='postroom_outbox')
     """
 
-    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+    def __init__(
         self,
         url: str,
         *,
@@ -292,7 +318,7 @@ class SQLiteStore(SQLStore):
         SQLiteStore(namespace='shop', table='postroom_outbox')
     """
 
-    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+    def __init__(
         self,
         path: str | Path,
         *,
@@ -315,7 +341,9 @@ class SQLiteStore(SQLStore):
         from .drivers.sqlite import SQLiteDriver  # noqa: PLC0415 -- loads the C library
 
         if str(path) == ":memory:" or str(path) == "":
-            raise ConfigurationError("a SQLite store needs a file, since a dispatcher opens it again; or use MemoryStore")
+            raise ConfigurationError(
+                "a SQLite store needs a file, since a dispatcher opens it again; or use MemoryStore"
+            )
         super().__init__(
             SQLiteSchema(SQLite(Names(table=table))),
             SQLiteDriver(Path(path), wal=wal, busy_timeout=timeout / 2),
@@ -350,5 +378,3 @@ def _postgres_driver(name: Literal["asyncpg", "psycopg"], place: Place, connecti
 
 def _one(statement: Statement) -> Script[Result]:
     return (yield statement)
-
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Self
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 from ...errors import UnknownURLError
 
@@ -22,7 +22,7 @@ class Place:
     password: str | None = field(repr=False)
     database: str
     dsn: str = field(repr=False)
-    options: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, url: str, *, schemes: tuple[str, ...]) -> Self:
@@ -35,7 +35,9 @@ class Place:
         # A driver may be named as in SQLAlchemy: postgresql+psycopg://
         scheme = "" if parts is None else parts.scheme.partition("+")[0]
         if parts is None or scheme not in schemes:
-            raise UnknownURLError(_shown(url), ", ".join(f"{scheme}://user:password@host/database" for scheme in schemes))
+            raise UnknownURLError(
+                _shown(url), ", ".join(f"{scheme}://user:password@host/database" for scheme in schemes)
+            )
         return cls(
             scheme=scheme,
             host=unquote(parts.hostname or ""),
@@ -46,6 +48,16 @@ class Place:
             dsn=parts._replace(scheme=scheme).geturl(),
             options=tuple(parse_qsl(parts.query)),
         )
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """The password in every form that a library may repeat it in."""
+        given = {value for name, value in self.options if name == "password"} | {self.password or ""}
+        forms = {
+            form for secret in given for form in (secret, quote(secret), quote(secret, safe=""), quote_plus(secret))
+        }
+        raw = urlsplit(self.dsn).password
+        return tuple(sorted((forms | {raw or ""}) - {""}, key=len, reverse=True))
 
     def __str__(self) -> str:
         """Return the URL without the password."""

@@ -10,8 +10,9 @@ from uuid import UUID
 
 from ....outbox import Added, Addition
 from ....store import Claim, Retry
-from ..dialect import Dialect, Server, letters
+from ..dialect import Dialect, Server
 from ..statement import Script, Statement
+from ..wording import letters
 from .postgres import lock_number
 
 __all__ = ["MySQL"]
@@ -40,13 +41,13 @@ class MySQL(Dialect):
     def uuid(self, value: UUID) -> bytes:
         return value.bytes
 
-    def to_uuid(self, value: Any) -> UUID:
+    def to_uuid(self, value: Any) -> UUID:  # noqa: ANN401
         return UUID(bytes=bytes(value))
 
     def time(self, value: datetime) -> datetime:
         return value.astimezone(UTC).replace(tzinfo=None)
 
-    def to_time(self, value: Any) -> datetime:
+    def to_time(self, value: Any) -> datetime:  # noqa: ANN401
         return super().to_time(value).replace(tzinfo=UTC)
 
     def duration(self, value: timedelta) -> int:
@@ -64,9 +65,8 @@ class MySQL(Dialect):
         added = {a.message.id for a in additions if a.message.dedupe_key is None and a.message.id not in there}
         owners: dict[tuple[str, str], UUID] = {}
         if guarded:
-            found = yield self.sql(
+            found = yield self.query(
                 self._existing,
-                returns=True,
                 namespace=guarded[0].namespace,
                 keys=[message.dedupe_key for message in guarded],
                 topics=[message.topic for message in guarded],
@@ -78,8 +78,8 @@ class MySQL(Dialect):
     def _ids_there(self, ids: Sequence[UUID]) -> Script[set[UUID]]:
         if not ids:
             return set()
-        found = yield self.sql(
-            "SELECT id FROM {outbox} WHERE id IN :ids", returns=True, ids=[self.uuid(identity) for identity in ids]
+        found = yield self.query(
+            "SELECT id FROM {outbox} WHERE id IN :ids", ids=[self.uuid(identity) for identity in ids]
         )
         return {self.to_uuid(row[0]) for row in found.rows}
 
@@ -173,7 +173,7 @@ class MySQL(Dialect):
     # -- server ------------------------------------------------------------------------------------------------
 
     def probe(self) -> Script[Server]:
-        answer = yield self.sql("SELECT VERSION(), @@read_only", returns=True)
+        answer = yield self.query("SELECT VERSION(), @@read_only")
         text, read_only = answer.rows[0]
         return parse_version(text, read_only=bool(read_only))
 

@@ -9,15 +9,20 @@ from typing import Any, ClassVar
 
 from ....outbox import Added, Addition
 from ....store import Claim, ClaimTerms, Retry, Settlement
-from ..dialect import CHUNK, LEASE_RAN_OUT, RUN, WINDOW, Dialect, Server, is_lost
+from ..claiming import RUN, WINDOW, Walk
+from ..dialect import CHUNK, Dialect, Server
+from ..settling import is_lost
 from ..statement import Row, Script, Statement
 
 __all__ = ["PostgreSQL", "lock_number"]
 
+#: Where the columns of a claimed row end, and what is told of the claim itself begins.
+_MARK = 13
+
 
 def lock_number(namespace: str, topic: str, key: str) -> int:
     """Return the number of the advisory lock of a key."""
-    digest = hashlib.blake2b("\x00".join((namespace, topic, key)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{namespace}\x00{topic}\x00{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True)
 
 
@@ -31,6 +36,7 @@ class PostgreSQL(Dialect):
     earlier = "now() - :duration::interval"
     locking = " FOR UPDATE SKIP LOCKED"
     of_tenant = "(:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)"
+    of_topic = "NOT topic = ANY (:skip_topics::text[])"
     skip_dead = ":skip_dead::boolean"
     atomic = False
     needed = "PostgreSQL 13 or later"
@@ -51,7 +57,7 @@ class PostgreSQL(Dialect):
     def _insert(self, additions: Sequence[Addition]) -> Statement:
         rows = [self._values(addition) for addition in additions]
         columns: dict[str, list[Any]] = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
-        return self.sql(self._insert_many, returns=True, **columns)
+        return self.query(self._insert_many, **columns)
 
     _insert_one: ClassVar[str] = """
         INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, dedupe_key, payload, content_type,
@@ -83,27 +89,31 @@ class PostgreSQL(Dialect):
         numbers = {lock_number(m.namespace, m.topic, m.key) for m in messages if m.key is not None}
         if numbers:
             # Sorted, so that two transactions that add several keys at once cannot wait for each other.
-            yield self.sql(
+            yield self.query(
                 "SELECT pg_advisory_xact_lock(number) FROM unnest(:numbers::bigint[]) AS t(number)",
-                returns=True,
                 numbers=sorted(numbers),
             )
 
     # -- claim -------------------------------------------------------------------------------------------------
 
     def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
-        claimed = yield self.sql(self._claim_loose, returns=True, limit=limit, **self._claiming(namespace, terms))
+        claimed = yield self.query(self._claim_loose, limit=limit, **self._claiming(namespace, terms))
         return claimed.rows
 
-    def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
-        params = self._claiming(namespace, terms)
-        claimed = yield self.sql(
-            self._claim_keyed, returns=True, limit=limit, window=WINDOW * limit, run=min(RUN, limit), **params
-        )
-        return claimed.rows
+    def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
+        params = {**self._claiming(namespace, terms), "window": WINDOW * limit, "run": min(RUN, limit)}
+        seen = yield self.query(self._claim_seen, limit=limit, **params)
+        claimed = [row for row in seen.rows if row[0] is not None]
+        if len(claimed) == limit or not seen.rows[0][_MARK]:
+            return claimed
+        # Followers of keys that wait may fill the whole window; behind them there may be keys that could go.
+        begin = {"from_topic": walk.topic, "from_key": walk.key}
+        walked = yield self.query(self._claim_walked, limit=limit - len(claimed), **begin, **params)
+        walk.topic, walk.key = walked.rows[0][_MARK:]
+        return [*claimed, *(row for row in walked.rows if row[0] is not None)]
 
     def claim_suspect(self, namespace: str, terms: ClaimTerms) -> Script[Sequence[Row]]:
-        claimed = yield self.sql(self._claim_suspect, returns=True, **self._claiming(namespace, terms))
+        claimed = yield self.query(self._claim_suspect, **self._claiming(namespace, terms))
         return claimed.rows
 
     def _claiming(self, namespace: str, terms: ClaimTerms) -> dict[str, Any]:
@@ -137,38 +147,9 @@ class PostgreSQL(Dialect):
         WITH chosen AS MATERIALIZED (SELECT id FROM {{outbox}} AS head {Dialect.suspect})
         {take}
         """
-    _claim_keyed: ClassVar[str] = f"""
-        WITH RECURSIVE expired AS MATERIALIZED (
-            SELECT topic, {{key}} FROM {{outbox}}
-            WHERE namespace = :namespace::text AND {{ordered}} AND {Dialect.is_expired}
-            ORDER BY locked_until LIMIT :window::bigint
-        ), due AS MATERIALIZED (
-            SELECT topic, {{key}}, row_number() OVER () AS turn
-            FROM (
-                SELECT topic, {{key}} FROM {{outbox}}
-                WHERE namespace = :namespace AND {{ordered}} AND {Dialect.is_due}
-                ORDER BY next_attempt_at, seq LIMIT :window) AS first
-        ), seen AS MATERIALIZED (
-            SELECT topic, {{key}}, min(turn) AS turn
-            FROM (SELECT topic, {{key}}, 0 AS turn FROM expired UNION ALL SELECT * FROM due) AS either
-            GROUP BY topic, {{key}}
-        ), walked AS (
-            -- Only where one key may fill the window are keys looked for one by one.
-            SELECT ''::text AS topic, ''::text AS {{key}}, 0 AS step
-            WHERE (SELECT count(*) FROM due) = :window
-            UNION ALL
-            SELECT next.topic, next.{{key}}, walked.step + 1
-            FROM walked CROSS JOIN LATERAL (
-                SELECT topic, {{key}} FROM {{outbox}}
-                WHERE {{unsettled}} AND namespace = :namespace
-                  AND (topic, {{key}}) > (walked.topic, walked.{{key}})
-                ORDER BY topic, {{key}} LIMIT 1) AS next
-            WHERE walked.step < :window
-        ), keys AS MATERIALIZED (
-            SELECT topic, {{key}}, min(turn) AS turn
-            FROM (SELECT * FROM seen UNION ALL SELECT topic, {{key}}, :window + step FROM walked WHERE step > 0) AS all_keys
-            GROUP BY topic, {{key}}
-        ), heads AS MATERIALIZED (
+    #: Claims runs of ``keys``, in their turn.
+    runs: ClassVar[str] = f"""
+        heads AS MATERIALIZED (
             SELECT keys.topic, keys.{{key}}
             FROM (SELECT * FROM keys ORDER BY turn) AS keys CROSS JOIN LATERAL (
                 SELECT (({Dialect.is_due}) OR ({Dialect.is_expired})) AND {Dialect.not_blocked} AS eligible
@@ -203,8 +184,53 @@ class PostgreSQL(Dialect):
                 SELECT id, place, row_number() OVER (PARTITION BY topic, {{key}} ORDER BY place) AS nth
                 FROM planned JOIN locked USING (id)) AS numbered
             WHERE nth = place
-        )
+        ), taken AS (
         {take}
+        )
+        -- One row at least, for what is told of the claim itself.
+        SELECT taken.*, mark.* FROM mark LEFT JOIN taken ON true
+        """
+    _claim_seen: ClassVar[str] = f"""
+        WITH expired AS MATERIALIZED (
+            SELECT topic, {{key}} FROM {{outbox}}
+            WHERE namespace = :namespace::text AND {{ordered}} AND {Dialect.is_expired}
+            ORDER BY locked_until LIMIT :window::bigint
+        ), due AS MATERIALIZED (
+            SELECT topic, {{key}}, row_number() OVER () AS turn
+            FROM (
+                SELECT topic, {{key}} FROM {{outbox}}
+                WHERE namespace = :namespace AND {{ordered}} AND {Dialect.is_due}
+                ORDER BY next_attempt_at, seq LIMIT :window) AS first
+        ), mark AS (
+            SELECT (SELECT count(*) FROM due) = :window AS is_full
+        ), keys AS MATERIALIZED (
+            SELECT topic, {{key}}, min(turn) AS turn
+            FROM (SELECT topic, {{key}}, 0 AS turn FROM expired UNION ALL SELECT * FROM due) AS either
+            GROUP BY topic, {{key}}
+        ), {runs}
+        """
+    _claim_walked: ClassVar[str] = f"""
+        WITH RECURSIVE walked AS (
+            SELECT :from_topic::text AS topic, :from_key::text AS {{key}}, 0 AS step, 0 AS lap
+            UNION ALL
+            SELECT next.topic, next.{{key}}, walked.step + 1, walked.lap + next.lap
+            FROM walked CROSS JOIN LATERAL (
+                (SELECT topic, {{key}}, 0 AS lap FROM {{outbox}}
+                WHERE {{unsettled}} AND namespace = :namespace::text
+                  AND (topic, {{key}}) > (walked.topic, walked.{{key}})
+                ORDER BY topic, {{key}} LIMIT 1)
+                UNION ALL -- after the last key comes the first
+                (SELECT topic, {{key}}, 1 FROM {{outbox}}
+                WHERE {{unsettled}} AND namespace = :namespace
+                ORDER BY topic, {{key}} LIMIT 1)
+                LIMIT 1) AS next
+            WHERE walked.step < :window::bigint
+              AND (walked.lap + next.lap = 0 OR (next.topic, next.{{key}}) <= (:from_topic, :from_key))
+        ), mark AS (
+            SELECT topic, {{key}} FROM walked ORDER BY step DESC LIMIT 1
+        ), keys AS MATERIALIZED (
+            SELECT topic, {{key}}, step AS turn FROM walked WHERE step > 0
+        ), {runs}
         """
 
     # -- settle ------------------------------------------------------------------------------------------------
@@ -220,9 +246,8 @@ class PostgreSQL(Dialect):
         return [s.claim for s in settlements if is_lost(s, known.get(s.claim.message.id))]
 
     def _states(self, claims: Sequence[Claim]) -> Script[dict[Any, tuple[int, str]]]:
-        states = yield self.sql(
+        states = yield self.query(
             "SELECT id, token, status FROM {outbox} WHERE id = ANY (:ids::uuid[])",
-            returns=True,
             ids=[claim.message.id for claim in claims],
         )
         return {self.to_uuid(row[0]): (row[1], row[2]) for row in states.rows}
@@ -237,7 +262,9 @@ class PostgreSQL(Dialect):
             locked_by = NULL, locked_until = NULL, last_error = NULL
         {held} AND status IN ('processing', 'dead')
         """
-    _delete: ClassVar[str] = f"DELETE FROM {{outbox}} {held.replace('FROM', 'USING', 1)} AND status IN ('processing', 'dead')"
+    _delete: ClassVar[str] = (
+        f"DELETE FROM {{outbox}} {held.replace('FROM', 'USING', 1)} AND status IN ('processing', 'dead')"
+    )
 
     def _deliver(self, claims: Sequence[Claim], *, keep: bool) -> Statement:
         return self.sql(self._keep if keep else self._delete, **_held(claims))
@@ -304,7 +331,7 @@ class PostgreSQL(Dialect):
 
     def sweep(self, namespace: str, terms: ClaimTerms) -> Script[int]:
         count = 0
-        for text, reason in ((self._crashed, LEASE_RAN_OUT), (self._spent, None)):
+        for text, reason in self._hopeless:
             buried = yield self.sql(
                 f"""
                 UPDATE {{outbox}}
@@ -338,11 +365,11 @@ class PostgreSQL(Dialect):
     # -- server ------------------------------------------------------------------------------------------------
 
     def probe(self) -> Script[Server]:
-        answer = yield self.sql(
-            "SELECT current_setting('server_version_num')::int, pg_is_in_recovery()", returns=True
+        answer = yield self.query(
+            "SELECT current_setting('server_version_num')::int, current_setting('transaction_read_only')::boolean"
         )
-        number, recovering = answer.rows[0]
-        return Server("PostgreSQL", (number // 10000,), read_only=recovering)
+        number, read_only = answer.rows[0]
+        return Server("PostgreSQL", (number // 10000,), read_only=read_only)
 
     def is_supported(self, server: Server) -> bool:
         return server.version >= (13,)
@@ -350,5 +377,3 @@ class PostgreSQL(Dialect):
 
 def _held(claims: Sequence[Claim]) -> dict[str, list[Any]]:
     return {"ids": [claim.message.id for claim in claims], "tokens": [claim.message.token for claim in claims]}
-
-

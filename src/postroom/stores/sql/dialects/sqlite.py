@@ -46,12 +46,11 @@ class SQLite(Dialect):
             "(:id_#, :namespace_#, :topic_#, :type_#, :key_#, :tenant_id_#, :dedupe_key_#, :payload_#,"
             " :content_type_#, :headers_#, COALESCE(:due_at_#, {now} + :delay_#), {now}, {now})",
         )
-        return self.sql(
+        return self.query(
             "INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, dedupe_key, payload,"
             " content_type, headers, next_attempt_at, created_at, updated_at) VALUES\n"
             + rows
             + "\nON CONFLICT DO NOTHING RETURNING id",
-            returns=True,
             **params,
         )
 
@@ -114,7 +113,7 @@ class SQLite(Dialect):
 
     def probe(self) -> Script[Server]:
         """Ask the library for its version."""
-        answer = yield self.sql("SELECT sqlite_version()", returns=True)
+        answer = yield self.query("SELECT sqlite_version()")
         return Server("SQLite", tuple(int(part) for part in answer.rows[0][0].split(".")))
 
     def is_supported(self, server: Server) -> bool:

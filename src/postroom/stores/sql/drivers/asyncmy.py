@@ -23,11 +23,8 @@ __all__ = ["AsyncmyDriver"]
 class AsyncmyDriver(NetworkDriver[Any]):
     """Connections of asyncmy, which is not typed."""
 
-    # Claims would lock gaps, and so hold up producers, in the default isolation of MySQL.
-    begin = "START TRANSACTION"
-
     def __init__(self, place: Place, *, size: int = 5) -> None:
-        super().__init__(size=size, place=str(place), secret=place.password)
+        super().__init__(place, size=size)
         self._options: dict[str, Any] = {
             "host": place.host or "127.0.0.1",
             "port": place.port or 3306,
@@ -36,11 +33,12 @@ class AsyncmyDriver(NetworkDriver[Any]):
             "db": place.database,
             "charset": "utf8mb4",
             "autocommit": True,
+            # In the default isolation claims would lock gaps, and so hold up producers.
             "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
         }
 
     async def connect(self) -> Any:  # noqa: ANN401
-        return await asyncmy.connect(**self._options)
+        return await asyncmy.connect(**self._options)  # pyright: ignore[reportUnknownMemberType] -- it has no types
 
     async def execute(self, connection: Any, statement: Statement) -> Result:  # noqa: ANN401
         sql, params = statement.bind("format", arrays=False)

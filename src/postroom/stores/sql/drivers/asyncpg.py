@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
@@ -24,7 +25,7 @@ class AsyncpgDriver(NetworkDriver["asyncpg.Connection[asyncpg.Record]"]):
     """Connections of asyncpg."""
 
     def __init__(self, place: Place, *, size: int = 5, statement_cache_size: int = 100) -> None:
-        super().__init__(size=size, place=str(place), secret=place.password)
+        super().__init__(place, size=size)
         self._dsn = place.dsn
         self._cache = statement_cache_size
 
@@ -32,8 +33,11 @@ class AsyncpgDriver(NetworkDriver["asyncpg.Connection[asyncpg.Record]"]):
         # PgBouncer refuses settings at connect, so they are made after it.
         connection = await asyncpg.connect(self._dsn, statement_cache_size=self._cache)
         try:
-            for name, value in SETTINGS.items():
-                await connection.execute("SELECT set_config($1, $2, false)", name, value)
+            await connection.execute(
+                "SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS t(name, value)",
+                list(SETTINGS),
+                list(SETTINGS.values()),
+            )
         except BaseException:
             connection.terminate()
             raise
@@ -57,16 +61,20 @@ class AsyncpgDriver(NetworkDriver["asyncpg.Connection[asyncpg.Record]"]):
         unreachable = isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError)
         return StoreUnavailableError if unreachable else StoreError
 
-    async def listen(self, channel: str, wake: Callable[[], None]) -> None:
+    async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
         """Listen on a connection of its own until it breaks or the task is cancelled."""
-        connection = await self._take()
+        connection = await self._listener(timeout)
         lost = asyncio.Event()
+
+        def notified(*_: object) -> None:
+            wake()
+
         connection.add_termination_listener(lambda _: lost.set())
         try:
-            await connection.add_listener(channel, lambda *_: wake())
+            await connection.add_listener(channel, notified)
             wake()  # what was notified before is not told again
             await lost.wait()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- translated, whatever it is
             raise self._translated(error) from self._cause(error)
         finally:
             self.abort(connection)

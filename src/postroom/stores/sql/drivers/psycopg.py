@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable
-from typing import LiteralString, cast
+from datetime import timedelta
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
 from ..driver import NetworkDriver
@@ -27,31 +27,37 @@ class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
     """Async connections of psycopg."""
 
     def __init__(self, place: Place, *, size: int = 5) -> None:
-        super().__init__(size=size, place=str(place), secret=place.password)
+        super().__init__(place, size=size)
         self._dsn = place.dsn
 
     async def connect(self) -> psycopg.AsyncConnection[TupleRow]:
         connection = await psycopg.AsyncConnection.connect(self._dsn, autocommit=True)
         try:
-            for name, value in SETTINGS.items():
-                await connection.execute("SELECT set_config(%s, %s, false)", (name, value))
+            await connection.execute(
+                "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS t(name, value)",
+                (list(SETTINGS), list(SETTINGS.values())),
+            )
         except BaseException:
             self.abort(connection)
+            self.free(connection)
             raise
         return connection
 
     async def execute(self, connection: psycopg.AsyncConnection[TupleRow], statement: Statement) -> Result:
         text, params = statement.bind("format", arrays=True)
-        # psycopg asks for a literal to keep values out of the text; here they are parameters already.
-        cursor = await connection.execute(cast("LiteralString", text), params or None)
+        # As bytes, since psycopg takes a str only if it is a literal, to keep values out; here they are parameters.
+        cursor = await connection.execute(text.encode(), params or None)
         return Result(await cursor.fetchall() if statement.returns else (), cursor.rowcount)
 
     def abort(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
-        # Shut from outside, the socket ends a wait that psycopg would go on with for seconds.
+        # The socket is shut from outside: a cancelled wait would go on for seconds, and to close the socket while the
+        # event loop watches it would give its number to another connection.
         with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=connection.fileno()) as wire:
             with contextlib.suppress(OSError):
                 wire.shutdown(socket.SHUT_RDWR)
             wire.detach()
+
+    def free(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
         connection.pgconn.finish()
 
     def kind_of(self, error: Exception) -> type[StoreError]:
@@ -61,9 +67,9 @@ class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
             return postgres_error("28P01")  # a refused connection carries no code
         return StoreUnavailableError if isinstance(error, psycopg.OperationalError | OSError) else StoreError
 
-    async def listen(self, channel: str, wake: Callable[[], None]) -> None:
+    async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
         """Listen on a connection of its own until it breaks or the task is cancelled."""
-        connection = await self._take()
+        connection = await self._listener(timeout)
         try:
             await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
             wake()  # what was notified before is not told again
@@ -73,4 +79,5 @@ class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
             raise self._translated(error) from self._cause(error)
         finally:
             self.abort(connection)
+            self.free(connection)
         raise StoreUnavailableError(f"{self._place}: the listening connection was closed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,25 +29,35 @@ class SQLiteDriver:
         self._busy_timeout = busy_timeout
         self._connection: sqlite3.Connection | None = None
         self._thread: ThreadPoolExecutor | None = None
+        #: The script that the thread is busy with.
+        self._running: object = None
+        self._pid = os.getpid()
+        self._inherited: list[object] = []
 
     async def run(self, script: Script[T], *, atomic: bool = True, timeout: timedelta) -> T:  # noqa: ASYNC109
         """Run a script as one transaction, which is the only way SQLite writes."""
+        self._notice_fork()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="postroom-sqlite")
+        # Cancelled or late, it is not begun any more; what was begun goes on to its end.
         work = asyncio.get_running_loop().run_in_executor(self._thread, self._work, script)
         try:
             async with asyncio.timeout(timeout.total_seconds()):
-                return await asyncio.shield(work)
+                return await work
         except TimeoutError:
-            if self._connection is not None:
+            if self._running is script and self._connection is not None:
                 self._connection.interrupt()
-            work.add_done_callback(_forget)
             raise StoreTimeoutError(f"{self._path} did not answer within {timeout.total_seconds():g} s") from None
-        except asyncio.CancelledError:
-            work.add_done_callback(_forget)
-            raise
+
+    def _notice_fork(self) -> None:
+        """Let a forked child begin anew: it has no thread, and SQLite must not be carried over a fork."""
+        if self._pid != os.getpid():
+            # Kept, because to collect them would close what the parent uses.
+            self._inherited += [self._thread, self._connection]
+            self._thread, self._connection, self._pid = None, None, os.getpid()
 
     def _work(self, script: Script[T]) -> T:
+        self._running = script
         try:
             connection = self._connection = self._connection or self._connect()
             return self._transact(connection, script)
@@ -54,6 +65,8 @@ class SQLiteDriver:
             code = getattr(error, "sqlite_errorname", None)
             kind = sqlite_error(code) if code else StoreError
             raise kind(f"{self._path}: {error}") from error
+        finally:
+            self._running = None
 
     def _connect(self) -> sqlite3.Connection:
         if not self._path.parent.is_dir():
@@ -70,7 +83,7 @@ class SQLiteDriver:
         return connection
 
     def _transact(self, connection: sqlite3.Connection, script: Script[T]) -> T:
-        # Taking the write lock first: a transaction that reads and then writes would fail as "locked" instead of waiting.
+        # The write lock comes first: a transaction that reads and then writes would fail as "locked", not wait.
         connection.execute("BEGIN IMMEDIATE")
         try:
             result = run(script, lambda statement: _execute(connection, statement))
@@ -81,11 +94,12 @@ class SQLiteDriver:
             raise
         return result
 
-    async def listen(self, channel: str, wake: Callable[[], None]) -> None:
+    async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
         """Return at once: SQLite notifies nobody."""
 
     async def close(self) -> None:
         """Close the connection and end the thread."""
+        self._notice_fork()
         thread, self._thread = self._thread, None
         if thread is not None:
             await asyncio.get_running_loop().run_in_executor(thread, self._disconnect)
@@ -101,8 +115,3 @@ def _execute(connection: sqlite3.Connection, statement: Statement) -> Result:
     sql, params = statement.bind("qmark", arrays=False)
     cursor = connection.execute(sql, params)
     return Result(cursor.fetchall() if statement.returns else (), cursor.rowcount)
-
-
-def _forget(work: asyncio.Future[object]) -> None:
-    if not work.cancelled():
-        work.exception()

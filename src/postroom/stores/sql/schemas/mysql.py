@@ -83,26 +83,29 @@ class MySQLSchema(Schema):
         """,
     )
 
+    # A hash, because the server's locks have names of at most 64 characters.
+    locking: ClassVar[str] = "SELECT GET_LOCK(MD5(CONCAT(DATABASE(), '.', :table)), 60)"
+    unlocking: ClassVar[str] = "SELECT RELEASE_LOCK(MD5(CONCAT(DATABASE(), '.', :table)))"
+
     def lock(self) -> Script[None]:
         # DDL commits by itself, so the lock belongs to the connection.
-        taken = yield self.dialect.sql("SELECT GET_LOCK(:name, 60)", returns=True, name=self.dialect.names.table)
+        taken = yield self.dialect.query(self.locking, table=self.dialect.names.table)
         if taken.rows[0][0] != 1:
             raise StoreContentionError("another `schema apply` has been running for a minute; try again later")
 
     def unlock(self) -> Script[None]:
-        yield self.dialect.sql("SELECT RELEASE_LOCK(:name)", returns=True, name=self.dialect.names.table)
+        yield self.dialect.query(self.unlocking, table=self.dialect.names.table)
 
     def describe(self) -> Script[dict[str, str]]:
         table = self.dialect.names.table
-        there = yield self.dialect.sql(self.exists, returns=True, table=table)
+        there = yield self.dialect.query(self.exists, table=table)
         parts: dict[str, str] = {}
         if there.rows[0][0]:
-            shown = yield self.dialect.sql("SHOW CREATE TABLE {outbox}", returns=True)
+            shown = yield self.dialect.query("SHOW CREATE TABLE {outbox}")
             parts = _parts(shown.rows[0][1])
-        others = yield self.dialect.sql(
+        others = yield self.dialect.query(
             "SELECT table_name FROM information_schema.tables "
             "WHERE table_schema = DATABASE() AND table_name IN (:lock, :published, :messages)",
-            returns=True,
             lock=f"{table}_lock",
             published=f"{table}_published",
             messages=f"{table}_messages",
@@ -112,7 +115,7 @@ class MySQLSchema(Schema):
     def wanted(self) -> Script[dict[str, str]]:
         model = self.table.replace("CREATE TABLE IF NOT EXISTS", "CREATE TEMPORARY TABLE")
         yield self.dialect.sql(model)
-        shown = yield self.dialect.sql("SHOW CREATE TABLE {outbox}", returns=True)
+        shown = yield self.dialect.query("SHOW CREATE TABLE {outbox}")
         yield self.dialect.sql("DROP TEMPORARY TABLE {outbox}")
         table = self.dialect.names.table
         others = dict.fromkeys((f"table or view {table}_{name}" for name in ("lock", "published", "messages")), "")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ..dialects.postgres import PostgreSQL, lock_number
-from ..names import Names
+from ..names import TEMPORARY, Names
 from ..schema import Schema
 from ..statement import Script
 
@@ -104,10 +104,9 @@ class PostgresSchema(Schema):
         super().__init__(dialect)
         schema = dialect.names.schema
         # A name that is not given means the first schema of the search path, as it does for CREATE TABLE.
+        named = "current_schema()" if schema is None else f"'{schema}'"
         dialect.identifiers["regnamespace"] = (
-            "(SELECT oid FROM pg_namespace WHERE nspname = current_schema())"
-            if schema is None
-            else ("pg_my_temp_schema()" if schema == "pg_temp" else f"to_regnamespace('{schema}')")
+            "pg_my_temp_schema()" if schema == TEMPORARY else f"(SELECT oid FROM pg_namespace WHERE nspname = {named})"
         )
 
     def prepare(self) -> Sequence[str]:
@@ -116,10 +115,10 @@ class PostgresSchema(Schema):
 
     def lock(self) -> Script[None]:
         number = lock_number("postroom", "schema", self.dialect.names.table)
-        yield self.dialect.sql("SELECT pg_advisory_xact_lock(:number::bigint)", returns=True, number=number)
+        yield self.dialect.query("SELECT pg_advisory_xact_lock(:number::bigint)", number=number)
 
     def describe(self) -> Script[dict[str, str]]:
-        columns = yield self.dialect.sql(
+        columns = yield self.dialect.query(
             """
             SELECT 'column ' || attname,
                    concat_ws(' ', format_type(atttypid, atttypmod), CASE WHEN attnotnull THEN 'NOT NULL' END,
@@ -129,19 +128,17 @@ class PostgresSchema(Schema):
             LEFT JOIN pg_attrdef ON adrelid = attrelid AND adnum = attnum
             WHERE relname = :table::text AND relnamespace = {regnamespace} AND attnum > 0 AND NOT attisdropped
             """,
-            returns=True,
             table=self.dialect.names.table,
         )
-        constraints = yield self.dialect.sql(
+        constraints = yield self.dialect.query(
             """
             SELECT 'constraint ' || pg_get_constraintdef(pg_constraint.oid), ''
             FROM pg_constraint JOIN pg_class ON pg_class.oid = conrelid
             WHERE relname = :table::text AND relnamespace = {regnamespace} AND contype IN ('c', 'p')
             """,
-            returns=True,
             table=self.dialect.names.table,
         )
-        indexes = yield self.dialect.sql(
+        indexes = yield self.dialect.query(
             """
             SELECT 'index ' || indexed.relname,
                    concat_ws(' ', CASE WHEN indisunique THEN 'UNIQUE' END,
@@ -152,23 +149,21 @@ class PostgresSchema(Schema):
             JOIN pg_class ON pg_class.oid = indrelid
             WHERE pg_class.relname = :table::text AND pg_class.relnamespace = {regnamespace}
             """,
-            returns=True,
             table=self.dialect.names.table,
         )
-        views = yield self.dialect.sql(
+        views = yield self.dialect.query(
             """
             SELECT 'view ' || relname, string_agg(attname, ', ' ORDER BY attnum)
             FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid
             WHERE relkind = 'v' AND relnamespace = {regnamespace} AND starts_with(relname, :table::text)
             GROUP BY relname
             """,
-            returns=True,
             table=self.dialect.names.table,
         )
         return dict(tuple(row) for result in (columns, constraints, indexes, views) for row in result.rows)
 
     def wanted(self) -> Script[dict[str, str]]:
-        model = PostgresSchema(PostgreSQL(Names(table=self.dialect.names.table, schema="pg_temp")))
+        model = PostgresSchema(PostgreSQL(Names(table=self.dialect.names.table, schema=TEMPORARY)))
         yield self.dialect.sql("SAVEPOINT postroom_model")
         for text in model.ddl:
             yield model.dialect.sql(text)

@@ -17,9 +17,12 @@ _CREATED = re.compile(r'CREATE (?:UNIQUE )?(TABLE|INDEX|VIEW) (?:IF NOT EXISTS )
 class SQLiteSchema(Schema):
     """Tables of SQLite; the text that made them is what is compared."""
 
-    version_ddl = (
-        "CREATE TABLE IF NOT EXISTS {version} (version INTEGER PRIMARY KEY, applied_at INTEGER NOT NULL DEFAULT ({now}))"
-    )
+    version_ddl = """
+        CREATE TABLE IF NOT EXISTS {version} (
+            version INTEGER PRIMARY KEY,
+            applied_at INTEGER NOT NULL DEFAULT ({now})
+        )
+        """
     exists = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = :table"
 
     ddl: ClassVar[Sequence[str]] = (
@@ -98,9 +101,8 @@ class SQLiteSchema(Schema):
     )
 
     def describe(self) -> Script[dict[str, str]]:
-        found = yield self.dialect.sql(
+        found = yield self.dialect.query(
             "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND (tbl_name = :table OR type = 'view')",
-            returns=True,
             table=self.dialect.names.table,
         )
         return _parts([row[0] for row in found.rows])

@@ -1,0 +1,77 @@
+"""The command ``postroom``: its sub-commands, and how their errors are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import IO, Any
+
+import click
+
+from ..errors import ConfigurationError, PostroomError
+from .demo import demo
+from .dispatch import dispatch
+from .schema import schema
+from .status import status
+
+__all__ = ["app"]
+
+FAILED = 1
+MISUSED = 2
+
+
+class Failure(click.ClickException):
+    """An error of postroom, told in one line with what to do about it."""
+
+    def __init__(self, error: PostroomError) -> None:
+        super().__init__(" ".join(str(error).split()) or type(error).__name__)
+        self.exit_code = MISUSED if isinstance(error, ConfigurationError) else FAILED
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the line."""
+        click.echo(f"postroom: {self.message}", file=file, err=file is None)
+
+
+class App(click.Group):
+    """A group of commands whose errors have no traceback when they say what to do."""
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 -- as in click
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except PostroomError as error:
+            raise Failure(error) from error
+        except BaseExceptionGroup as group:
+            # Task groups wrap what their tasks raise, even if it is one error.
+            error = next((leaf for leaf in _leaves(group) if isinstance(leaf, PostroomError)), None)
+            if error is None:
+                raise
+            raise Failure(error) from group
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)  # pyright: ignore[reportUnknownArgumentType] -- what a group holds is not typed
+        else:
+            yield error
+
+
+@click.group(cls=App, epilog="Exit codes: 0 done, 1 failed or found fault, 2 wrong usage or settings.")
+@click.version_option(version("postroom"), prog_name="postroom")
+def app() -> None:
+    """Commit your data and your messages together; postroom delivers them.
+
+    Every option can also be set by the environment variable that its help names. Prefer that for URLs with
+    a password: other users of the machine can see arguments.
+
+    \b
+    Example:
+      export POSTROOM_STORE=postgresql://app:secret@db/shop
+      postroom schema apply
+      postroom dispatch --broker stdout:
+    """  # noqa: D301 -- \b keeps click from joining the lines
+
+
+for command in (schema, dispatch, status, demo):
+    app.add_command(command)

@@ -1,0 +1,180 @@
+"""Options that several commands have, and those that are read off the signature they are passed to."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from uuid import UUID
+
+import click
+
+from ..errors import ConfigurationError, StoreUnavailableError
+from ..message import DEFAULT_NAMESPACE
+from ..stores import SQLStore, open_url
+
+__all__ = [
+    "Duration",
+    "StoreOptions",
+    "as_json",
+    "derived_options",
+    "echo_json",
+    "new_event_loop",
+    "option",
+    "show_duration",
+    "store_options",
+    "table_options",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+
+
+class Duration(click.ParamType):
+    """A length of time, such as 500ms, 30s, 5m, 2h or 7d."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:  # noqa: ANN401
+        """Read a length of time."""
+        if isinstance(value, timedelta):
+            return value
+        read = _DURATION.fullmatch(str(value).strip())
+        try:
+            if read:
+                return timedelta(seconds=float(read[1]) * _UNITS[read[2]])
+        except OverflowError:
+            pass
+        self.fail(f"{value!r} is no duration; write a number and a unit: 500ms, 30s, 5m, 2h, 7d", param, ctx)
+
+
+def show_duration(duration: timedelta) -> str:
+    """Return a length of time as an option takes it, in the largest unit that keeps it whole."""
+    seconds = duration.total_seconds()
+    unit = next((unit for unit in ("d", "h", "m", "s") if seconds and seconds % _UNITS[unit] == 0), None)
+    return f"{seconds / _UNITS[unit]:g}{unit}" if unit else f"{seconds * 1000:g}ms"
+
+
+def option(name: str, /, **settings: Any) -> Callable[[F], F]:  # noqa: ANN401 -- those of click.option
+    """Declare an option that can also be set in the environment, as POSTROOM_ and its name."""
+    variable = "POSTROOM_" + name.removeprefix("--").upper().replace("-", "_")
+    settings = {"envvar": variable, "show_envvar": True, "show_default": True, **settings}
+    return click.option(name, **settings)
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """Which store a command works on."""
+
+    url: str
+    namespace: str
+    table: str
+    schema: str | None
+
+    def make(self, *, may_create: bool = False, **settings: timedelta) -> SQLStore:
+        """Return the store, not yet opened."""
+        path = self.url.removeprefix("sqlite:///")
+        if path != self.url and not may_create and not Path(path).exists():
+            # To open it would leave an empty file behind where somebody mistyped a name.
+            raise StoreUnavailableError(f"{path} does not exist; `postroom schema apply` creates it")
+        store = open_url(self.url, namespace=self.namespace, table=self.table, schema=self.schema, **settings)
+        if not isinstance(store, SQLStore):
+            raise ConfigurationError("a memory: store lives in the process that made it; name a database")
+        return store
+
+
+def table_options(command: F) -> F:
+    """Add the options that say what the tables are called."""
+    command = option("--schema", help="The database schema that the table is in (PostgreSQL only).")(command)
+    return option("--table", default="postroom_outbox", help="The name of the outbox table.")(command)
+
+
+def store_options(command: Callable[P, R]) -> Callable[..., R]:
+    """Add the options that say where the store is, and pass them on as ``store_options``."""
+
+    @functools.wraps(command)
+    def with_store(*args: Any, store: str, namespace: str, table: str, schema: str | None, **rest: Any) -> R:  # noqa: ANN401
+        chosen: Any = StoreOptions(url=store, namespace=namespace, table=table, schema=schema)
+        return command(*args, store_options=chosen, **rest)
+
+    with_table = table_options(with_store)
+    with_namespace = option("--namespace", default=DEFAULT_NAMESPACE, help="Whose messages.")(with_table)
+    return option(
+        "--store",
+        required=True,
+        metavar="URL",
+        help="The database: postgresql://…, mysql://…, sqlite:///file. Prefer the environment for a password.",
+    )(with_namespace)
+
+
+def derived_options(function: Callable[..., object], *, leave_out: Sequence[str]) -> Callable[[F], F]:
+    """Add one option for each keyword of a function, with its type, its default and its words."""
+    hints, texts = get_type_hints(function), _documented(function)
+    keywords = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in leave_out
+    ]
+
+    def decorate(command: F) -> F:
+        for keyword in reversed(keywords):
+            name = f"--{keyword.name.replace('_', '-')}"
+            is_duration = isinstance(keyword.default, timedelta)
+            default = show_duration(keyword.default) if is_duration else keyword.default
+            command = option(name, type=_type(hints[keyword.name]), default=default, help=texts[keyword.name])(command)
+        return command
+
+    return decorate
+
+
+def _documented(function: Callable[..., object]) -> dict[str, str]:
+    """Return what the docstring says of each argument."""
+    _, _, arguments = (inspect.getdoc(function) or "").partition("Args:\n")
+    return {name: text for name, text in re.findall(r"^ {4}(\w+): (.+)$", arguments, re.MULTILINE)}  # noqa: C416
+
+
+def _type(hint: Any) -> click.ParamType:  # noqa: ANN401 -- a type as it was written
+    if get_origin(hint) in {UnionType, Union}:
+        hint = next(choice for choice in get_args(hint) if choice is not type(None))
+    if get_origin(hint) is Literal:
+        return click.Choice(get_args(hint))
+    return {int: click.INT, timedelta: Duration(), UUID: click.UUID}[hint]
+
+
+def echo_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    click.echo(json.dumps(value))
+
+
+def run(coroutine: Callable[[], Awaitable[R]]) -> R:
+    """Run a coroutine to its end on the fastest event loop there is."""
+
+    async def start() -> R:
+        return await coroutine()
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(start())
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop of uvloop if that is installed."""
+    try:
+        import uvloop  # noqa: PLC0415 -- an extra
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

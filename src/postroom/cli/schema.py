@@ -1,0 +1,133 @@
+"""The commands about tables: create them, compare them, print them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from inspect import cleandoc
+
+import click
+
+from ..errors import ConfigurationError
+from ..stores.sql.dialects.mysql import MySQL
+from ..stores.sql.dialects.postgres import PostgreSQL
+from ..stores.sql.dialects.sqlite import SQLite
+from ..stores.sql.names import Names
+from ..stores.sql.schema import VERSION, Schema
+from ..stores.sql.schemas.mysql import MySQLSchema
+from ..stores.sql.schemas.postgres import PostgresSchema
+from ..stores.sql.schemas.sqlite import SQLiteSchema
+from .options import StoreOptions, as_json, echo_json, run, store_options, table_options
+
+__all__ = ["schema"]
+
+
+@click.group()
+def schema() -> None:
+    """Create, compare or print the tables; nothing else ever does.
+
+    \b
+    Example:
+      postroom schema apply --store sqlite:///shop.sqlite3
+    """  # noqa: D301
+
+
+@schema.command()
+@store_options
+@as_json
+def apply(store_options: StoreOptions, *, as_json: bool) -> None:
+    """Create what is missing; to run it again, or twice at once, changes nothing.
+
+    What is there but different is never changed: it is named, and the exit code is 1.
+
+    \b
+    Example:
+      postroom schema apply --store postgresql://app@db/shop
+    """  # noqa: D301
+    before, after = run(lambda: _apply(store_options))
+    mended = [difference for difference in before if difference not in after]
+    if as_json:
+        echo_json({"table": store_options.table, "version": VERSION, "mended": mended, "differences": after})
+    else:
+        click.echo("\n".join(_report(store_options.table, mended, after)))
+    sys.exit(1 if after else 0)
+
+
+async def _apply(options: StoreOptions) -> tuple[list[str], list[str]]:
+    store = options.make(may_create=True)
+    try:
+        before = await store.check_schema()
+        await store.apply_schema()
+        return before, await store.check_schema()
+    finally:
+        await store.close()
+
+
+def _report(table: str, mended: list[str], left: list[str]) -> Iterator[str]:
+    if left:
+        yield from (f"mended: {difference}" for difference in mended)
+        yield from (f"left: {difference}" for difference in left)
+        yield "change these by hand, or use a new table"
+    elif not mended:
+        yield f"nothing to do: {table} has version {VERSION}"
+    elif any(difference.startswith("version is missing") for difference in mended):
+        yield f"created {table}, version {VERSION}: {len(mended)} parts"
+    else:
+        yield from (f"mended: {difference}" for difference in mended)
+
+
+@schema.command()
+@store_options
+@as_json
+def check(store_options: StoreOptions, *, as_json: bool) -> None:
+    """Print every difference between the tables and what this version needs; exit with 1 if there is any.
+
+    \b
+    Example:
+      postroom schema check --store mysql://app@db/shop --json
+    """  # noqa: D301
+    differences = run(lambda: _check(store_options))
+    if as_json:
+        echo_json({"table": store_options.table, "version": VERSION, "differences": differences})
+    else:
+        click.echo("\n".join(differences) or f"{store_options.table} is as version {VERSION} needs it")
+    sys.exit(1 if differences else 0)
+
+
+async def _check(options: StoreOptions) -> list[str]:
+    store = options.make()
+    try:
+        return await store.check_schema()
+    finally:
+        await store.close()
+
+
+@schema.command("print")
+@click.option("--dialect", type=click.Choice(["postgresql", "mysql", "sqlite"]), required=True, help="For what.")
+@table_options
+@as_json
+def print_(dialect: str, table: str, schema: str | None, *, as_json: bool) -> None:
+    """Print the SQL that creates everything, for migrations of your own; needs no connection.
+
+    \b
+    Example:
+      postroom schema print --dialect postgresql --schema shop > 0042_outbox.sql
+    """  # noqa: D301
+    statements = [cleandoc(text) for text in _schema(dialect, table, schema).statements()]
+    if as_json:
+        echo_json({"dialect": dialect, "version": VERSION, "statements": statements})
+    else:
+        click.echo(";\n\n".join(statements) + ";")
+
+
+def _schema(dialect: str, table: str, schema: str | None) -> Schema:
+    if schema is not None and dialect != "postgresql":
+        raise ConfigurationError(f"--schema is for PostgreSQL; {dialect} has one schema per database")
+    names = Names(table=table, schema=schema)
+    match dialect:
+        case "postgresql":
+            return PostgresSchema(PostgreSQL(names))
+        case "mysql":
+            return MySQLSchema(MySQL(names))
+        case _:
+            return SQLiteSchema(SQLite(names))

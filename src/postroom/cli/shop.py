@@ -1,0 +1,221 @@
+"""The shop of the demo: orders in SQLite, a dispatcher, a broker that fails, and a tally of what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from uuid import UUID
+
+from .. import events
+from ..brokers import MemoryBroker
+from ..dispatcher import Dispatcher
+from ..message import Message
+from ..outbox import Outbox
+from ..retry import Backoff
+from ..store import Outcome, Retry, Stats
+from ..stores import SQLiteStore
+from .verdict import Verdict
+
+__all__ = ["Counter", "Shop", "StumblingBroker"]
+
+NAMESPACE = "shop"
+DESKS = 3
+CUSTOMERS = 8
+#: How many orders a desk takes in a second, and how many of them it gives up in the middle of the transaction.
+PACE = 100
+DECLINED = 0.1
+#: One message in so many fails at its first attempt.
+STUMBLES = 200
+PATIENCE = timedelta(seconds=30)
+MILLISECOND = timedelta(milliseconds=1)
+
+ORDERS = """
+    CREATE TABLE orders (message_id TEXT PRIMARY KEY, customer TEXT NOT NULL, number INTEGER NOT NULL, cents INTEGER)
+"""
+
+
+class StumblingBroker(MemoryBroker):
+    """A broker that now and then refuses a message at its first attempt."""
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        """Confirm a batch up to where it stumbles."""
+        stumble = next((i for i, m in enumerate(messages) if m.attempt == 1 and random.random() < 1 / STUMBLES), None)
+        if stumble is None:
+            return await super().publish(messages)
+        # What comes after it is not sent, so that nothing can overtake it.
+        confirmed = await super().publish(messages[:stumble])
+        return [*confirmed, Retry("the broker stumbled"), *[None] * (len(messages) - stumble - 1)]
+
+
+@dataclass(slots=True)
+class Counter:
+    """What the dispatcher told."""
+
+    delivered: int = 0
+    retries: int = 0
+    dead: int = 0
+    down: set[str | None] = field(default_factory=set[str | None])
+    outages: int = 0
+    recoveries: int = 0
+
+    def listen(self, event: events.Event) -> None:
+        """Count an event."""
+        match event:
+            case events.MessagesDelivered(count):
+                self.delivered += count
+            case events.Retried():
+                self.retries += 1
+            case events.Died():
+                self.dead += 1
+            case events.BreakerOpened(topic):
+                self.down.add(topic)
+                self.outages += 1
+            case events.BreakerClosed(topic):
+                self.down.discard(topic)
+                self.recoveries += 1
+            case _:
+                pass
+
+
+class _DeclinedError(Exception):
+    """The payment was declined, after everything was written."""
+
+
+class Shop:
+    """Takes orders for a while and delivers their messages, through an outage of the broker in the middle third."""
+
+    def __init__(self, folder: Path, *, seconds: float, broker: MemoryBroker | None = None) -> None:
+        self.seconds = seconds
+        self.broker = broker or StumblingBroker(keep=1_000_000)
+        self.counter = Counter()
+        self.outage = timedelta(0)
+        #: The ids of messages whose transactions were rolled back, as the desks saw it.
+        self.rolled_back: list[UUID] = []
+        self.placed: int = 0
+        self._path = folder / "shop.sqlite3"
+        self._store = SQLiteStore(self._path, namespace=NAMESPACE)
+        self._outbox = Outbox(namespace=NAMESPACE)
+        self._dispatcher = Dispatcher(
+            self._store,
+            self.broker,
+            backoff=Backoff(base=100 * MILLISECOND, max=timedelta(seconds=1)),
+            outage_backoff=Backoff(base=50 * MILLISECOND, max=250 * MILLISECOND),
+            listener=self.counter.listen,
+        )
+        self._closed = threading.Event()
+        self._started = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """How many seconds ago the shop opened."""
+        return time.monotonic() - self._started
+
+    async def stats(self) -> Stats:
+        """Ask the store how it is doing."""
+        return await self._store.stats()
+
+    async def run(self) -> Verdict:
+        """Open, live through it, close, deliver the rest, and count."""
+        await self._store.apply_schema()
+        with closing(self._connect()) as connection:
+            connection.execute(ORDERS)
+        self._started = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._dispatcher.run())
+                try:
+                    await self._trade()
+                    await self._drain()
+                finally:
+                    self._closed.set()
+                    await self._dispatcher.stop()
+            return await self._tally()
+        finally:
+            await self._store.close()
+
+    async def _trade(self) -> None:
+        desks = [asyncio.create_task(asyncio.to_thread(self._serve, desk)) for desk in range(DESKS)]
+        try:
+            await asyncio.sleep(self.seconds / 3)
+            began = time.monotonic()
+            self.broker.down()
+            await asyncio.sleep(self.seconds / 3)
+            self.broker.up()
+            self.outage = timedelta(seconds=time.monotonic() - began)
+            await asyncio.sleep(self.seconds / 3)
+        finally:
+            self._closed.set()
+            await asyncio.gather(*desks)
+
+    async def _drain(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE.total_seconds()):
+                while (stats := await self.stats()).pending or stats.processing:
+                    await asyncio.sleep(0.05)
+
+    # -- a desk, on a thread of its own ---------------------------------------------------------------------------
+
+    def _serve(self, desk: int) -> None:
+        """Take orders until the shop closes; a customer always comes to the same desk."""
+        chance = random.Random()
+        numbers = {f"customer-{desk}-{customer}": 1 for customer in range(CUSTOMERS)}
+        with closing(self._connect()) as connection:
+            while not self._closed.wait(chance.expovariate(PACE)):
+                customer = chance.choice(list(numbers))
+                with suppress(_DeclinedError):
+                    self._place(connection, customer, numbers[customer], declined=chance.random() < DECLINED)
+                    numbers[customer] += 1
+
+    def _place(self, connection: sqlite3.Connection, customer: str, number: int, *, declined: bool) -> None:
+        order = {"customer": customer, "number": number, "cents": random.randrange(100, 10_000)}
+        with self._transaction(connection):
+            added = self._outbox.add(connection, order, topic="orders", key=customer, type="order.placed")
+            connection.execute(
+                "INSERT INTO orders VALUES (?, ?, ?, ?)", (str(added.id), customer, number, order["cents"])
+            )
+            if declined and added.id is not None:
+                self.rolled_back.append(added.id)
+                raise _DeclinedError
+        self.placed += 1
+        self._dispatcher.wake()
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(self._path, timeout=PATIENCE.total_seconds(), isolation_level=None)
+
+    @contextmanager
+    def _transaction(self, connection: sqlite3.Connection) -> Iterator[None]:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+
+    # -- the tally, from three sources that know nothing of each other --------------------------------------------
+
+    async def _tally(self) -> Verdict:
+        with closing(self._connect()) as connection:
+            committed = [UUID(row[0]) for row in connection.execute("SELECT message_id FROM orders")]
+        return Verdict.count(
+            committed=committed,
+            rolled_back=self.rolled_back,
+            arrived=[(message.id, *_order(message)) for message in self.broker.received],
+            dead=(await self.stats()).dead,
+            outage=self.outage,
+            recovered=self.counter.recoveries > 0 and not self.counter.down,
+        )
+
+
+def _order(message: Message) -> tuple[str, int]:
+    order = json.loads(message.payload)
+    return order["customer"], order["number"]

@@ -1,0 +1,52 @@
+"""Calls to a store that may be away: made again until they succeed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+from . import events
+from .broker import describe
+from .errors import StoreError
+from .retry import Backoff
+
+__all__ = ["persist"]
+
+T = TypeVar("T")
+
+_BACKOFF = Backoff(base=timedelta(milliseconds=100), max=timedelta(seconds=5))
+
+
+async def persist(
+    operation: str,
+    call: Callable[[], Awaitable[T]],
+    tell: events.Listener,
+    *,
+    only: type[StoreError] = StoreError,
+    until: asyncio.Event | None = None,
+    deadline: float | None = 60.0,
+) -> T | None:
+    """Make a call until it succeeds, and return its result; or None once ``until`` is set.
+
+    Survives errors of the kind ``only`` and calls that take longer than ``deadline`` seconds, and tells of them.
+    """
+    never = asyncio.Event()
+    failures = 0
+    while until is None or not until.is_set():
+        try:
+            async with asyncio.timeout(deadline):
+                result = await call()
+        except (only, TimeoutError) as error:
+            failures += 1
+            tell(events.StoreFailed(operation, describe(error)))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_BACKOFF(failures).total_seconds()):
+                    await (until or never).wait()
+        else:
+            if failures:
+                tell(events.StoreRecovered(operation))
+            return result
+    return None

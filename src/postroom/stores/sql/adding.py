@@ -1,0 +1,86 @@
+"""Adding messages inside the caller's transaction, as statements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+from uuid import UUID
+
+from ...outbox import Added, Addition
+from .statement import Script, Statement
+from .wording import Wording, letters
+
+__all__ = ["Adding"]
+
+
+class Adding(Wording):
+    """The statements of the outbox's side."""
+
+    def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
+        """Insert messages in the caller's transaction; tell of each whether it is new."""
+        if strict_order:
+            yield from self._lock_keys(additions)
+        result = yield self._insert(additions)
+        return (yield from self._outcome(additions, {self.to_uuid(row[0]) for row in result.rows}))
+
+    def _outcome(self, additions: Sequence[Addition], added: set[UUID]) -> Script[list[Added]]:
+        """Look up which messages stand in the way of those that were not added."""
+        missed = [a.message for a in additions if a.message.id not in added and a.message.dedupe_key is not None]
+        existing: dict[tuple[str, str], UUID] = {}
+        if missed:
+            found = yield self.query(
+                self._existing,
+                namespace=missed[0].namespace,
+                topics=[message.topic for message in missed],
+                keys=[message.dedupe_key for message in missed],
+            )
+            existing = {(row[1], row[2]): self.to_uuid(row[0]) for row in found.rows}
+        return [self._added(addition, added, existing) for addition in additions]
+
+    def _added(self, addition: Addition, added: set[UUID], existing: Mapping[tuple[str, str], UUID]) -> Added:
+        message = addition.message
+        if message.id in added:
+            return Added(message.id, added=True)
+        if message.dedupe_key is None:
+            return Added(message.id, added=False)
+        return Added(existing.get((message.topic, message.dedupe_key)), added=False)
+
+    _existing: ClassVar[str] = (
+        "SELECT id, topic, dedupe_key FROM {outbox} "
+        "WHERE namespace = :namespace AND dedupe_key IN :keys AND topic IN :topics"
+    )
+
+    def _insert(self, additions: Sequence[Addition]) -> Statement:
+        raise NotImplementedError
+
+    def _lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
+        """Take the lock of every key, so that messages of one key get their place in commit order."""
+        raise NotImplementedError
+
+    def _values(self, addition: Addition) -> dict[str, Any]:
+        message = addition.message
+        return {
+            "id": self.uuid(message.id),
+            "namespace": message.namespace,
+            "topic": message.topic,
+            "type": message.type,
+            "key": message.key,
+            "tenant_id": None if message.tenant_id is None else self.uuid(message.tenant_id),
+            "dedupe_key": message.dedupe_key,
+            "payload": message.payload,
+            "content_type": message.content_type,
+            "headers": json.dumps(dict(message.headers)) if message.headers else "{}",
+            "due_at": None if addition.due_at is None else self.time(addition.due_at),
+            "delay": self.duration(addition.delay),
+        }
+
+    def _rows_of_values(self, additions: Sequence[Addition], row: str) -> tuple[str, dict[str, Any]]:
+        """Return ``(…), (…)`` and its parameters, for databases without arrays."""
+        params: dict[str, Any] = {}
+        rows: list[str] = []
+        for number, addition in enumerate(additions):
+            suffix = letters(number)
+            params.update({f"{name}_{suffix}": value for name, value in self._values(addition).items()})
+            rows.append(row.replace("#", suffix))
+        return ",\n".join(rows), params

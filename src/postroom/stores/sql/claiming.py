@@ -1,0 +1,241 @@
+"""Claiming messages in steps within one transaction: look, lock, check, take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...errors import DecodeError
+from ...message import Message
+from ...store import ClaimTerms
+from .statement import Row, Script
+from .wording import Wording
+
+__all__ = ["RUN", "WINDOW", "Claiming", "Walk", "suspect_after"]
+
+
+#: How many due rows are looked at for one that may be claimed in order.
+WINDOW = 4
+#: The least number of messages of one key that travel together when there are many keys.
+RUN = 8
+
+
+@dataclass(slots=True)
+class Walk:
+    """Where the walk from key to key has come to; the next one goes on from there, so that no key is left out."""
+
+    topic: str = ""
+    key: str = ""
+
+
+def suspect_after(max_attempts: int) -> int:
+    """Return after how many attempts a message whose lease ran out is claimed alone.
+
+    It may be the one that kills its worker; its neighbours must not pay with their attempts.
+    """
+    return min(3, max(max_attempts - 1, 1))
+
+
+class Claiming(Wording):
+    """The statements of a claim."""
+
+    def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
+        """Claim messages without a key."""
+        params = self._eligibility(namespace, terms)
+        expired = yield self.query(self._expired, limit=limit, **params)
+        found = list(expired.rows)
+        if len(found) < limit:
+            due = yield self.query(self._due, limit=limit - len(found), **params)
+            found.extend(due.rows)
+        yield from self._take(found, terms)
+        return found
+
+    def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
+        """Claim runs of keys that begin with the head of their key."""
+        window = WINDOW * limit
+        params = self._eligibility(namespace, terms)
+        expired = yield self.query(self._expired_keys, limit=window, **params)
+        due = yield self.query(self._due_keys, limit=window, **params)
+        keys = list(dict.fromkeys((row[0], row[1]) for row in (*expired.rows, *due.rows)))
+        claimed = yield from self._claim_runs(keys, limit, params, terms)
+        if len(claimed) < limit and len(due.rows) == window:
+            # Followers of keys that wait may fill the whole window; behind them there may be keys that could go.
+            walked = yield from self._walk_keys(namespace, window, walk)
+            seen = set(keys)
+            more = [key for key in walked if key not in seen]
+            claimed += yield from self._claim_runs(more, limit - len(claimed), params, terms)
+        return claimed
+
+    def _walk_keys(self, namespace: str, steps: int, walk: Walk) -> Script[dict[tuple[str, str], None]]:
+        """Step from key to key, and from the last to the first, until one comes again."""
+        keys: dict[tuple[str, str], None] = {}
+        for _ in range(steps):
+            found = yield self.query(self._next_key, namespace=namespace, topic=walk.topic, key=walk.key)
+            if not found.rows and not walk.topic:
+                break
+            walk.topic, walk.key = found.rows[0] if found.rows else ("", "")
+            if (walk.topic, walk.key) in keys:
+                break
+            if walk.topic:
+                keys[walk.topic, walk.key] = None
+        return keys
+
+    def _claim_runs(
+        self, keys: Sequence[tuple[str, str]], limit: int, params: Mapping[str, Any], terms: ClaimTerms
+    ) -> Script[list[Row]]:
+        planned: dict[Any, tuple[tuple[str, str], int]] = {}
+        length = max(limit // max(len(keys), 1), min(RUN, limit))
+        for key in keys:
+            room = min(length, limit - len(planned))
+            if room == 0:
+                break
+            run = yield self.query(self._run, topic=key[0], key=key[1], length=room, **params)
+            for place, (identity, eligible) in enumerate(run.rows):
+                if not eligible:
+                    break
+                planned[identity] = (key, place)
+        if not planned:
+            return []
+        locked = yield self.query(self._lock, ids=list(planned), **params)
+        chosen = _unbroken(locked.rows, planned)
+        yield from self._take(chosen, terms)
+        return chosen
+
+    def claim_suspect(self, namespace: str, terms: ClaimTerms) -> Script[Sequence[Row]]:
+        """Claim one message that may have killed its worker, if it is the head of its key."""
+        picked = yield self.query(self._suspect, **self._eligibility(namespace, terms))
+        yield from self._take(picked.rows, terms)
+        return picked.rows
+
+    def _take(self, rows: Sequence[Row], terms: ClaimTerms) -> Script[None]:
+        if rows:
+            yield self.sql(
+                """
+                UPDATE {outbox}
+                SET status = 'processing', attempts = attempts + 1, token = token + 1,
+                    locked_by = :worker, locked_until = {later}, updated_at = {now}
+                WHERE id IN :ids
+                """,
+                ids=[row[0] for row in rows],
+                worker=self.uuid(terms.worker),
+                duration=self.duration(terms.lease),
+            )
+
+    def _eligibility(self, namespace: str, terms: ClaimTerms) -> dict[str, Any]:
+        return {
+            "namespace": namespace,
+            "max_attempts": terms.max_attempts,
+            "suspect_after": suspect_after(terms.max_attempts),
+            "tenant_id": None if terms.tenant_id is None else self.uuid(terms.tenant_id),
+            "skip_dead": terms.on_dead == "skip",
+            # No topic is empty, so one of them makes a list that excludes nothing.
+            "skip_topics": list(terms.skip_topics) or [""],
+        }
+
+    def decode(self, row: Row, namespace: str) -> Message:
+        """Return the message of a claimed row; raise `DecodeError` if it is damaged."""
+        try:
+            headers = {} if row[6] in {"{}", b"{}"} else _headers(row[6])
+            return Message(
+                id=self.to_uuid(row[0]),
+                topic=row[1],
+                type=row[2],
+                key=row[3],
+                payload=bytes(row[4]),
+                content_type=row[5],
+                headers=headers,
+                tenant_id=None if row[7] is None else self.to_uuid(row[7]),
+                dedupe_key=row[8],
+                time=self.to_time(row[9]),
+                attempt=row[10],
+                token=row[11],
+                namespace=namespace,
+            )
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DecodeError(f"the stored row cannot be decoded: {type(error).__name__}: {error}") from error
+
+    #: What publishing needs, as it will be after the claim.
+    columns: ClassVar[str] = (
+        "id, topic, type, {key}, payload, content_type, headers, tenant_id, dedupe_key, created_at, "
+        "attempts + 1, token + 1, seq"
+    )
+    is_due: ClassVar[str] = (
+        "status = 'pending' AND next_attempt_at <= {now} AND attempts < :max_attempts AND {of_tenant} AND {of_topic}"
+    )
+    is_expired: ClassVar[str] = (
+        "status = 'processing' AND locked_until < {now} AND attempts < :suspect_after AND {of_tenant} AND {of_topic}"
+    )
+    _due: ClassVar[str] = f"""
+        SELECT {columns} FROM {{outbox}}
+        WHERE namespace = :namespace AND {{loose}} AND {is_due}
+        ORDER BY next_attempt_at, seq LIMIT :limit{{locking}}
+        """
+    _expired: ClassVar[str] = f"""
+        SELECT {columns} FROM {{outbox}}
+        WHERE namespace = :namespace AND {{loose}} AND {is_expired}
+        ORDER BY locked_until, seq LIMIT :limit{{locking}}
+        """
+    _due_keys: ClassVar[str] = f"""
+        SELECT topic, {{key}} FROM {{outbox}}
+        WHERE namespace = :namespace AND {{ordered}} AND {is_due}
+        ORDER BY next_attempt_at, seq LIMIT :limit
+        """
+    _expired_keys: ClassVar[str] = f"""
+        SELECT topic, {{key}} FROM {{outbox}}
+        WHERE namespace = :namespace AND {{ordered}} AND {is_expired}
+        ORDER BY locked_until, seq LIMIT :limit
+        """
+    #: That no dead message stands before ``head`` in its key, unless dead ones are passed over.
+    not_blocked: ClassVar[str] = """
+        ({skip_dead} OR NOT EXISTS (
+            SELECT 1 FROM {outbox} AS dead
+            WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+              AND dead.{key} = head.{key} AND dead.seq < head.seq))
+        """
+    _run: ClassVar[str] = f"""
+        SELECT id, (({is_due}) OR ({is_expired})) AND {not_blocked} AS eligible
+        FROM {{outbox}} AS head
+        WHERE {{unsettled}} AND namespace = :namespace AND topic = :topic AND {{key}} = :key
+        ORDER BY seq LIMIT :length
+        """
+    _lock: ClassVar[str] = f"""
+        SELECT {columns} FROM {{outbox}}
+        WHERE id IN :ids AND namespace = :namespace AND (({is_due}) OR ({is_expired})){{locking}}
+        """
+    suspect: ClassVar[str] = f"""
+        WHERE namespace = :namespace AND status = 'processing' AND locked_until < {{now}}
+          AND attempts >= :suspect_after AND attempts < :max_attempts AND {{of_tenant}} AND {{of_topic}}
+          AND {not_blocked}
+          AND NOT EXISTS (
+            SELECT 1 FROM {{outbox}} AS earlier
+            WHERE earlier.status IN ('pending', 'processing') AND earlier.namespace = head.namespace
+              AND earlier.topic = head.topic AND earlier.{{key}} = head.{{key}} AND earlier.seq < head.seq)
+        ORDER BY locked_until, seq LIMIT 1{{locking}}
+        """
+    _suspect: ClassVar[str] = f"SELECT {columns} FROM {{outbox}} AS head {suspect}"
+    _next_key: ClassVar[str] = """
+        SELECT topic, {key} FROM {outbox}
+        WHERE {unsettled} AND namespace = :namespace AND (topic > :topic OR (topic = :topic AND {key} > :key))
+        ORDER BY topic, {key} LIMIT 1
+        """
+
+
+def _unbroken(rows: Sequence[Row], planned: Mapping[Any, tuple[tuple[str, str], int]]) -> list[Row]:
+    """Keep the rows whose whole run before them could be locked as well."""
+    chosen: list[Row] = []
+    expected: dict[tuple[str, str], int] = {}
+    for row in sorted(rows, key=lambda row: planned[row[0]]):
+        key, place = planned[row[0]]
+        if place == expected.get(key, 0):
+            chosen.append(row)
+            expected[key] = place + 1
+    return chosen
+
+
+def _headers(text: str | bytes) -> dict[str, str]:
+    headers = json.loads(text)
+    if not isinstance(headers, dict):
+        raise TypeError("headers are not an object")
+    return headers  # pyright: ignore[reportUnknownVariableType] -- written by add, checked there

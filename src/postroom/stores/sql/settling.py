@@ -1,0 +1,109 @@
+"""Settling claims: what became of them is recorded while their token is current."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from ...store import Claim, Dead, Delivered, Release, Retry, Settlement
+from .statement import Script, Statement
+from .wording import Wording
+
+__all__ = ["Settling", "is_current", "is_lost"]
+
+
+class Settling(Wording):
+    """The statements that end or prolong a claim."""
+
+    def settle(self, settlements: Sequence[Settlement], *, keep_delivered: bool) -> Script[list[Claim]]:
+        """Record outcomes whose token is current; return the claims that were lost."""
+        states = yield self.query(
+            "SELECT id, token, status FROM {outbox} WHERE id IN :ids{waiting}",
+            ids=[self.uuid(settlement.claim.message.id) for settlement in settlements],
+        )
+        known = {self.to_uuid(row[0]): (row[1], row[2]) for row in states.rows}
+        current: list[Settlement] = []
+        lost: list[Claim] = []
+        for settlement in settlements:
+            state = known.get(settlement.claim.message.id)
+            if is_current(settlement, state):
+                current.append(settlement)
+            elif is_lost(settlement, state):
+                lost.append(settlement.claim)
+        yield from self._settling(current, keep_delivered=keep_delivered)
+        return lost
+
+    def _settling(self, settlements: Sequence[Settlement], *, keep_delivered: bool) -> Script[None]:
+        """Yield one statement for each kind of outcome."""
+        delivered = [s.claim for s in settlements if isinstance(s.outcome, Delivered)]
+        if delivered:
+            yield self._deliver(delivered, keep=keep_delivered)
+        retried = [(s.claim, s.outcome) for s in settlements if isinstance(s.outcome, Retry)]
+        if retried:
+            yield self._retry(retried)
+        dead = [(s.claim, s.outcome.error) for s in settlements if isinstance(s.outcome, Dead)]
+        if dead:
+            yield self._bury(dead)
+        released = [(s.claim, s.outcome.delay) for s in settlements if isinstance(s.outcome, Release)]
+        if released:
+            yield self._release(released)
+
+    def _deliver(self, claims: Sequence[Claim], *, keep: bool) -> Statement:
+        text = (
+            """
+            UPDATE {outbox}
+            SET status = 'delivered', delivered_at = {now}, updated_at = {now},
+                locked_by = NULL, locked_until = NULL, last_error = NULL
+            WHERE id IN :ids
+            """
+            if keep
+            else "DELETE FROM {outbox} WHERE id IN :ids"
+        )
+        return self.sql(text, ids=[self.uuid(claim.message.id) for claim in claims])
+
+    def _retry(self, retried: Sequence[tuple[Claim, Retry]]) -> Statement:
+        raise NotImplementedError
+
+    def _bury(self, dead: Sequence[tuple[Claim, str]]) -> Statement:
+        raise NotImplementedError
+
+    def _release(self, released: Sequence[tuple[Claim, timedelta]]) -> Statement:
+        raise NotImplementedError
+
+    def extend(self, claims: Sequence[Claim], lease: timedelta) -> Script[list[Claim]]:
+        """Move the end of leases; return the claims that were lost."""
+        states = yield self.query(
+            "SELECT id, token, status FROM {outbox} WHERE id IN :ids{waiting}",
+            ids=[self.uuid(claim.message.id) for claim in claims],
+        )
+        tokens = {self.to_uuid(row[0]): row[1] for row in states.rows if row[2] == "processing"}
+        held = [claim for claim in claims if tokens.get(claim.message.id) == claim.message.token]
+        lost = [claim for claim in claims if tokens.get(claim.message.id) != claim.message.token]
+        if held:
+            yield self.sql(
+                "UPDATE {outbox} SET locked_until = {later}, updated_at = {now} WHERE id IN :ids",
+                ids=[self.uuid(claim.message.id) for claim in held],
+                duration=self.duration(lease),
+            )
+        return lost
+
+
+def is_current(settlement: Settlement, state: tuple[int, str] | None) -> bool:
+    """Tell whether a settlement may still be recorded.
+
+    A message that the sweep buried may yet be confirmed by the worker that was only slow.
+    """
+    if state is None or state[0] != settlement.claim.message.token:
+        return False
+    return state[1] == "processing" or (state[1] == "dead" and isinstance(settlement.outcome, Delivered))
+
+
+_SETTLED: Mapping[type, str] = {Delivered: "delivered", Retry: "pending", Release: "pending", Dead: "dead"}
+
+
+def is_lost(settlement: Settlement, state: tuple[int, str] | None) -> bool:
+    """Tell whether somebody else decided about a claim, rather than this settlement earlier."""
+    if state is None:
+        # Only delivered messages are ever deleted.
+        return not isinstance(settlement.outcome, Delivered)
+    return state != (settlement.claim.message.token, _SETTLED[type(settlement.outcome)])

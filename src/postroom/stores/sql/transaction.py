@@ -1,0 +1,154 @@
+"""How transactions end: the wake-up after a commit, and a commit whose answer never came."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import sys
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import Any, Final
+
+from ...errors import CommitUnknownError, StoreUnavailableError, TransactionAbortedError, UnknownConnectionError
+from .errors import mysql_error, postgres_error
+
+__all__ = ["hint", "hint_after_commit", "transaction"]
+
+# Pools and sessions of other libraries have no type that could be named without importing them.
+Foreign = Any
+Wake = Callable[[], object]
+
+_ACCEPTED: Final = "asyncpg's Pool, SQLAlchemy's AsyncEngine or async_sessionmaker"
+_WAITING: Final = "postroom_wake"
+#: Fails in a transaction that has failed; nothing else tells before COMMIT.
+_PROBE: Final = "SELECT 1"
+#: MySQL's "got error during COMMIT", which does not tell on which side of it.
+_DURING_COMMIT: Final = 1180
+_logger = logging.getLogger("postroom")
+
+
+@contextlib.asynccontextmanager
+async def transaction(pool: Foreign, wake: Wake | None) -> AsyncGenerator[Foreign]:
+    """Open a transaction on a pool, yield what it holds, commit it and call ``wake``.
+
+    A session tells of its commit by itself once something was added to it, so ``wake`` is left to it.
+    """
+    names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(pool).__mro__}
+    if "asyncpg.Pool" in names:
+        opened = _asyncpg(pool)
+    elif "sqlalchemy.AsyncEngine" in names:
+        opened = _sqlalchemy(pool.connect())
+    elif "sqlalchemy.async_sessionmaker" in names:
+        opened, wake = _sqlalchemy(pool()), None
+    else:
+        raise UnknownConnectionError(pool, _ACCEPTED)
+    async with opened as connection:
+        yield connection
+    if wake is not None:
+        hint(wake)
+
+
+@contextlib.asynccontextmanager
+async def _asyncpg(pool: Foreign) -> AsyncGenerator[Foreign]:
+    async with pool.acquire() as connection:
+        begun = connection.transaction()
+        await begun.start()
+        try:
+            yield connection
+            with _aborted_is_told():
+                await connection.execute(_PROBE)
+        except BaseException:
+            # Without a connection there is nothing left to roll back, and the first error says why.
+            with contextlib.suppress(Exception):
+                await begun.rollback()
+            raise
+        with _unknown_is_told():
+            await begun.commit()
+
+
+@contextlib.asynccontextmanager
+async def _sqlalchemy(opened: Foreign) -> AsyncGenerator[Foreign]:
+    async with opened as connection:  # closing it rolls back
+        yield connection
+        if connection.in_transaction():
+            with _aborted_is_told():
+                await connection.run_sync(_probe)
+        with _unknown_is_told():
+            await connection.commit()
+
+
+def _probe(holder: Foreign) -> None:
+    connection = holder.connection() if callable(holder.connection) else holder  # a session has a method of that name
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(_PROBE)
+
+
+@contextlib.contextmanager
+def _aborted_is_told() -> Generator[None]:
+    """Tell of a failed transaction: PostgreSQL answers its COMMIT with a silent ROLLBACK."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(_of_the_driver(error), "sqlstate", None) == "25P02":
+            raise TransactionAbortedError from error
+        raise
+
+
+@contextlib.contextmanager
+def _unknown_is_told() -> Generator[None]:
+    """Call the outcome of a COMMIT unknown unless the server itself refused it."""
+    try:
+        yield
+    except Exception as error:
+        if _was_refused(error):
+            raise
+        raise CommitUnknownError from error
+
+
+def _of_the_driver(error: Exception) -> Exception:
+    original: Exception | None = getattr(error, "orig", None)  # what SQLAlchemy has wrapped
+    return original or error
+
+
+def _was_refused(error: Exception) -> bool:
+    cause = _of_the_driver(error)
+    if getattr(error, "connection_invalidated", False) or isinstance(cause, OSError | EOFError):
+        return False
+    if isinstance(cause, sqlite3.Error):
+        return True
+    state: str | None = getattr(cause, "sqlstate", None)
+    if state is not None:
+        return postgres_error(state) is not StoreUnavailableError
+    number = cause.args[0] if cause.args else None
+    return isinstance(number, int) and number != _DURING_COMMIT and mysql_error(number) is not StoreUnavailableError
+
+
+def hint(wake: Wake) -> None:
+    """Call ``wake``; a hint that fails costs latency, and must not look like a commit that failed."""
+    try:
+        wake()
+    except Exception:
+        _logger.exception("the wake-up after a commit failed; polling will find the messages")
+
+
+def hint_after_commit(session: Foreign, wake: Wake) -> None:
+    """Call ``wake`` once after the commit of the transaction that a SQLAlchemy session is in, if it comes."""
+    event = sys.modules["sqlalchemy.event"]
+    # One pair of listeners for the life of the session: those that remove themselves outlive a rollback.
+    if not event.contains(session, "after_commit", _after_commit):
+        event.listen(session, "after_commit", _after_commit)
+        event.listen(session, "after_transaction_end", _after_transaction_end)
+    waiting: list[Wake] = session.info.setdefault(_WAITING, [])
+    if wake not in waiting:
+        waiting.append(wake)
+
+
+def _after_commit(session: Foreign) -> None:
+    if not session.in_nested_transaction():  # the release of a savepoint is told as a commit
+        for wake in session.info.pop(_WAITING, []):
+            hint(wake)
+
+
+def _after_transaction_end(session: Foreign, ended: Foreign) -> None:
+    if ended.parent is None:
+        session.info.pop(_WAITING, None)

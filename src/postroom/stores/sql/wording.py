@@ -1,0 +1,113 @@
+"""The words that statements are made of: a database's clock, locks and types."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from textwrap import dedent
+from typing import Any, ClassVar
+from uuid import UUID
+
+from .names import Names
+from .statement import Statement
+
+__all__ = ["Wording", "letters"]
+
+# A name in braces; the braces of JSON hold none.
+_WORD = re.compile(r"\{([a-z_]+)\}")
+
+
+class Wording:
+    """What one database calls things, for one outbox table."""
+
+    name: ClassVar[str]
+    quote: ClassVar[str] = '"'
+    #: The database's clock, now and at the start of the statement.
+    now: ClassVar[str]
+    #: ``now`` and a parameter of the type that `duration` makes.
+    later: ClassVar[str]
+    earlier: ClassVar[str]
+    #: How a SELECT locks what nobody else has locked, and how it waits for the others.
+    locking: ClassVar[str] = ""
+    waiting: ClassVar[str] = ""
+    #: Which rows have no key, which have one, and which of those are not settled; as the indexes say it.
+    loose: ClassVar[str] = "{key} IS NULL"
+    ordered: ClassVar[str] = "{key} IS NOT NULL"
+    unsettled: ClassVar[str] = "{key} IS NOT NULL AND status IN ('pending', 'processing')"
+    of_tenant: ClassVar[str] = "(:tenant_id IS NULL OR tenant_id = :tenant_id)"
+    of_topic: ClassVar[str] = "topic NOT IN :skip_topics"
+    skip_dead: ClassVar[str] = ":skip_dead"
+    #: Whether the scripts of claim and settle are one transaction or need none.
+    atomic: ClassVar[bool] = True
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.identifiers = names.render(self.quote)
+        self._texts: dict[str, str] = {}
+
+    def sql(self, text: str, /, **params: Any) -> Statement:  # noqa: ANN401 -- whatever the database stores
+        """Return a statement, its ``{identifiers}`` and the words of this dialect filled in."""
+        return Statement(self._formatted(text), params)
+
+    def query(self, text: str, /, **params: Any) -> Statement:  # noqa: ANN401
+        """Return a statement that answers with rows, filled in like `sql`."""
+        return Statement(self._formatted(text), params, returns=True)
+
+    def _formatted(self, text: str) -> str:
+        if text not in self._texts:
+            words, filled = self._words, text
+            while (more := _WORD.sub(lambda match: words[match[1]], filled)) != filled:  # words may hold words
+                filled = more
+            self._texts[text] = dedent(filled).strip()
+        return self._texts[text]
+
+    @property
+    def _words(self) -> Mapping[str, str]:
+        return {
+            **self.identifiers,
+            "now": self.now,
+            "later": self.later,
+            "earlier": self.earlier,
+            "locking": self.locking,
+            "waiting": self.waiting,
+            "loose": self.loose,
+            "ordered": self.ordered,
+            "unsettled": self.unsettled,
+            "of_tenant": self.of_tenant,
+            "of_topic": self.of_topic,
+            "skip_dead": self.skip_dead,
+        }
+
+    def channel(self, namespace: str) -> str:
+        """Return where hints about a namespace are sent, if the database can send any."""
+        name = f"{self.names.schema}.{self.names.table}.{namespace}".encode()
+        return f"postroom_{hashlib.blake2b(name, digest_size=12).hexdigest()}"
+
+    def uuid(self, value: UUID) -> Any:  # noqa: ANN401 -- each database has its own type
+        """Return an id as the database stores it."""
+        return value
+
+    def to_uuid(self, value: Any) -> UUID:  # noqa: ANN401
+        """Return a stored id."""
+        return value if isinstance(value, UUID) else UUID(value)
+
+    def time(self, value: datetime) -> Any:  # noqa: ANN401
+        """Return a moment as the database stores it."""
+        return value
+
+    def to_time(self, value: Any) -> datetime:  # noqa: ANN401
+        """Return a stored moment."""
+        if not isinstance(value, datetime):
+            raise TypeError(f"{value!r} is no moment")
+        return value
+
+    def duration(self, value: timedelta) -> Any:  # noqa: ANN401
+        """Return a length of time as the wording of ``later`` wants it."""
+        return value
+
+
+def letters(number: int) -> str:
+    """Return a number in letters, which is what parameter names are made of."""
+    return "".join(chr(ord("a") + int(digit)) for digit in str(number))

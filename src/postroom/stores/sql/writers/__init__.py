@@ -1,0 +1,44 @@
+"""Writing through the caller's transaction, whatever library holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Final
+
+from ....outbox import Writer
+from ..writer import Connection
+from .drivers import Aiosqlite, Asyncmy, Asyncpg, Psycopg, PsycopgAsync, PyMySQL, SQLite3
+from .frameworks import Django, SQLAlchemyAsync, SQLAlchemyConnection, SQLAlchemyScopedSession, SQLAlchemySession
+
+__all__ = ["writer_for"]
+
+_WRITERS: Final[Mapping[str, Writer]] = {
+    "asyncpg.Connection": Asyncpg(),
+    "asyncpg.PoolConnectionProxy": Asyncpg(),
+    "psycopg.Connection": Psycopg(),
+    "psycopg.AsyncConnection": PsycopgAsync(),
+    "sqlite3.Connection": SQLite3(),
+    "aiosqlite.Connection": Aiosqlite(),
+    "pymysql.Connection": PyMySQL(),
+    "asyncmy.Connection": Asyncmy(),
+    "sqlalchemy.Connection": SQLAlchemyConnection(),
+    "sqlalchemy.Session": SQLAlchemySession(),
+    "sqlalchemy.scoped_session": SQLAlchemyScopedSession(),
+    "sqlalchemy.AsyncConnection": SQLAlchemyAsync(SQLAlchemyConnection()),
+    "sqlalchemy.AsyncSession": SQLAlchemyAsync(SQLAlchemySession()),
+    "sqlalchemy.async_scoped_session": SQLAlchemyAsync(SQLAlchemySession()),
+    "django.ConnectionProxy": Django(),
+    "django.BaseDatabaseWrapper": Django(),
+}
+
+
+def writer_for(connection: Connection) -> Writer | None:
+    """Return what writes through a connection, None if nothing does."""
+    return _writer_of(type(connection))
+
+
+@lru_cache(maxsize=256)
+def _writer_of(kind: type) -> Writer | None:
+    names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__)
+    return next((_WRITERS[name] for name in names if name in _WRITERS), None)

@@ -1,0 +1,123 @@
+"""Writers through the sessions and connections of SQLAlchemy and Django; neither is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar
+
+from ....errors import NotInTransactionError
+from ....outbox import Added, Addition, Outbox, Writer
+from ..statement import ParamStyle, Result, Statement
+from ..transaction import hint, hint_after_commit
+from ..writer import Connection, SyncWriter
+
+__all__ = ["Django", "SQLAlchemyAsync", "SQLAlchemyConnection", "SQLAlchemyScopedSession", "SQLAlchemySession"]
+
+
+class SQLAlchemyConnection(SyncWriter):
+    """SQLAlchemy's ``Connection``.
+
+    Statements go through SQLAlchemy: it sends BEGIN only with its first one, so a row written past it, through the
+    connection of the driver, would escape the rollback.
+    """
+
+    _STYLES: ClassVar[dict[str, ParamStyle]] = {"numeric_dollar": "numeric", "qmark": "qmark"}
+
+    def dialect_of(self, connection: Connection) -> str:
+        name: str = connection.dialect.name
+        return name
+
+    def require_transaction(self, connection: Connection) -> None:
+        pooled = connection.connection
+        if not _is_autocommit(connection, pooled.dbapi_connection):
+            return
+        if connection.dialect.name == "sqlite":
+            # A well-known recipe takes BEGIN away from the driver and sends it in SQLAlchemy's begin event.
+            if not connection.in_transaction():
+                connection.begin()
+            if pooled.driver_connection.in_transaction:
+                return
+        raise NotInTransactionError("the isolation level is AUTOCOMMIT; use a connection with another one")
+
+    def execute(self, connection: Connection, statement: Statement) -> Result:
+        style = self._STYLES.get(connection.dialect.paramstyle, "format")
+        sql, params = statement.bind(style, arrays=connection.dialect.name == "postgresql")
+        result = connection.exec_driver_sql(sql, tuple(params))
+        return Result([tuple(row) for row in result] if statement.returns else (), result.rowcount)
+
+
+def _is_autocommit(connection: Connection, driver: Connection) -> bool:
+    try:
+        return bool(connection.dialect.detect_autocommit_setting(driver))
+    except (AttributeError, NotImplementedError):  # before SQLAlchemy 2.0.43, or a dialect that does not tell
+        level = connection.get_execution_options().get("isolation_level")
+        return "AUTOCOMMIT" in {level, getattr(connection.dialect, "_on_connect_isolation_level", None)}
+
+
+class SQLAlchemySession(SyncWriter):
+    """SQLAlchemy's ``Session``, through the connection that holds its transaction."""
+
+    def write(
+        self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
+    ) -> list[Added]:
+        session = self.session(connection)
+        if not session.autobegin and not session.in_transaction():
+            raise NotInTransactionError("call `session.begin()` first, since the session does not by itself")
+        added = SQLAlchemyConnection().write(
+            session.connection(), additions, outbox, outside_transaction=outside_transaction
+        )
+        if outbox.wake is not None and additions:
+            hint_after_commit(session, outbox.wake)
+        return added
+
+    def session(self, connection: Connection) -> Any:  # noqa: ANN401 -- a foreign session
+        """Return the session itself."""
+        return connection
+
+
+class SQLAlchemyScopedSession(SQLAlchemySession):
+    """SQLAlchemy's ``scoped_session``; a listener on the proxy would hear of all its sessions."""
+
+    def session(self, connection: Connection) -> Any:  # noqa: ANN401 -- a foreign session
+        return connection()
+
+
+class SQLAlchemyAsync:
+    """SQLAlchemy's ``AsyncConnection`` and ``AsyncSession``: the sync writer inside its greenlet."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+
+    async def write(
+        self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
+    ) -> list[Added]:
+        """Write in the caller's transaction."""
+
+        def write(inner: Connection) -> list[Added] | Awaitable[list[Added]]:
+            return self.writer.write(inner, additions, outbox, outside_transaction=outside_transaction)
+
+        added: list[Added] = await connection.run_sync(write)
+        return added
+
+
+class Django(SyncWriter):
+    """Django's ``connection``, within ``atomic``."""
+
+    def dialect_of(self, connection: Connection) -> str:
+        vendor: str = connection.vendor
+        return vendor
+
+    def require_transaction(self, connection: Connection) -> None:
+        if connection.get_autocommit() and not connection.in_atomic_block:
+            raise NotInTransactionError("use `with transaction.atomic():`")
+
+    def execute(self, connection: Connection, statement: Statement) -> Result:
+        sql, params = statement.bind(self.style, arrays=connection.vendor == "postgresql")
+        with connection.cursor() as cursor:
+            cursor.execute(sql, params)
+            return Result(cursor.fetchall() if statement.returns else (), cursor.rowcount)
+
+    def after_commit(self, connection: Connection, wake: Callable[[], object]) -> None:
+        # Where the caller sends COMMIT by hand, Django does not know of it.
+        if connection.in_atomic_block or connection.get_autocommit():
+            connection.on_commit(lambda: hint(wake))

@@ -1,0 +1,255 @@
+"""Upkeep: sweeping, purging, counting, hinting, opening and closing."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from ...store import Claim, Dead, Delivered, Retry, Settlement
+from .harness import MINUTE, SECOND, TERMS, StoreHarness, numbered, numbers, states, terms
+
+__all__ = ["UpkeepContract"]
+
+ONE = terms(max_attempts=1)
+HOUR = timedelta(hours=1)
+DAY = timedelta(days=1)
+
+
+async def _deliver(harness: StoreHarness, *messages: int) -> None:
+    await harness.add(*[numbered(n) for n in messages])
+    claims = await harness.store.claim(100, TERMS)
+    await harness.store.settle([Settlement(claim, Delivered()) for claim in claims])
+
+
+class UpkeepContract:
+    """What keeps a store in order."""
+
+    # -- sweep -------------------------------------------------------------------------------------------------
+
+    async def test_the_sweep_buries_a_message_whose_last_lease_ran_out(self, harness: StoreHarness) -> None:
+        """S2-28, S2-45, G2, G9: it is counted once and says why; nothing is left in between."""
+        await harness.add(numbered(1), numbered(2, key="a"))
+        await harness.store.claim(10, ONE)
+        await harness.advance(MINUTE)
+
+        counts = [await harness.store.sweep(ONE), await harness.store.sweep(ONE)]
+
+        rows = await harness.rows()
+        assert counts == [2, 0]
+        assert states(rows) == [("dead", 1, 1), ("dead", 1, 1)]
+        assert [(row.worker, row.lease_left) for row in rows] == [(None, None)] * 2
+        assert all(row.last_error and "lease" in row.last_error for row in rows)
+
+    async def test_the_sweep_leaves_alone_what_may_still_be_delivered(self, harness: StoreHarness) -> None:
+        """S2-28, S2-33: what is leased, what has attempts left, what is settled, what is another's."""
+        await harness.add(numbered(1), namespace="elsewhere")
+        await (await harness.another(namespace="elsewhere")).claim(10, ONE)
+        await harness.add(numbered(2))
+        await harness.store.claim(10, TERMS)
+        await harness.advance(MINUTE)
+        await _deliver(harness, 3)
+        await harness.add(numbered(4))
+        await harness.store.claim(1, ONE)
+
+        before = states(await harness.rows())
+        counts = [await harness.store.sweep(terms(max_attempts=3)), await harness.store.sweep(terms(max_attempts=2))]
+
+        assert counts == [0, 0]
+        assert states(await harness.rows()) == before
+        assert [state for state, _, _ in before] == ["processing", "delivered", "delivered", "processing"]
+
+    async def test_the_sweep_buries_what_waits_without_an_attempt_left(self, harness: StoreHarness) -> None:
+        """S2-28, S4-14: also when the budget was lowered; the last error stays."""
+        await harness.add(numbered(1), numbered(2))
+        [one, two] = await harness.store.claim(10, TERMS)
+        await harness.store.settle([Settlement(one, Retry("it said no")), Settlement(two, Retry("later", HOUR))])
+
+        assert await harness.store.sweep(ONE) == 1
+
+        rows = await harness.rows()
+        assert states(rows) == [("dead", 1, 1), ("pending", 1, 1)]
+        assert rows[0].last_error == "it said no"
+
+    async def test_a_late_confirmation_makes_a_swept_message_delivered(self, harness: StoreHarness) -> None:
+        """S2-45, G2: the worker was only slow, and the message is out."""
+        await harness.add(numbered(1))
+        [claim] = await harness.store.claim(10, ONE)
+        await harness.advance(MINUTE)
+        await harness.store.sweep(ONE)
+
+        assert await harness.store.settle([Settlement(claim, Delivered())]) == []
+
+        [row] = await harness.rows()
+        assert (row.status, row.attempts, row.token, row.last_error) == ("delivered", 1, 1, None)
+
+    @pytest.mark.parametrize("outcome", [Retry("no"), Dead("no")], ids=["retry", "dead"])
+    async def test_a_late_failure_leaves_a_swept_message_as_it_is(
+        self, harness: StoreHarness, outcome: Retry | Dead
+    ) -> None:
+        """S2-46, G9: dead stays dead, with the reason of the sweep."""
+        await harness.add(numbered(1))
+        [claim] = await harness.store.claim(10, ONE)
+        await harness.advance(MINUTE)
+        await harness.store.sweep(ONE)
+
+        await harness.store.settle([Settlement(claim, outcome)])
+
+        [row] = await harness.rows()
+        assert (row.status, row.attempts, row.token) == ("dead", 1, 1)
+        assert row.last_error != "no"
+        assert await harness.store.claim(10, TERMS) == []
+
+    async def test_sweep_and_claims_at_the_same_time_agree(self, harness: StoreHarness) -> None:
+        """S2-28, S2-32, G9: nobody holds what is dead."""
+        await harness.add(*[numbered(n) for n in range(20)])
+        two = terms(max_attempts=2)
+        await harness.store.claim(20, two)
+        await harness.advance(MINUTE)
+        other = await harness.another()
+
+        for _ in range(4):
+            await asyncio.gather(*[store.claim(5, two) for store in (harness.store, other) for _ in range(3)])
+            await harness.advance(MINUTE)
+            await asyncio.gather(harness.store.sweep(two), other.sweep(two), harness.store.claim(1, two))
+
+        assert [row for row in await harness.rows() if row.status == "dead" and row.attempts != 2] == []
+        assert {row.status for row in await harness.rows() if row.worker is None} <= {"dead"}
+
+    # -- purge -------------------------------------------------------------------------------------------------
+
+    async def test_the_purge_deletes_what_was_delivered_long_ago(self, harness: StoreHarness) -> None:
+        """S4-09: by the time of delivery, not of arrival."""
+        await harness.add(numbered(1))
+        [claim] = await harness.store.claim(10, TERMS)
+        await harness.advance(2 * DAY)
+        await harness.store.settle([Settlement(claim, Delivered())])
+
+        early = await harness.store.purge(older_than=DAY)
+        await harness.advance(2 * DAY)
+        late = await harness.store.purge(older_than=DAY)
+
+        assert (early, late) == (0, 1)
+        assert await harness.rows() == []
+
+    async def test_the_purge_deletes_no_more_than_its_limit(self, harness: StoreHarness) -> None:
+        """S4-09, G11: the oldest first, in chunks."""
+        await _deliver(harness, 1, 2, 3)
+        await harness.advance(HOUR)
+        await _deliver(harness, 4, 5)
+        await harness.advance(DAY)
+        ids = [row.id for row in await harness.rows()]
+
+        first = await harness.store.purge(older_than=HOUR, limit=3)
+        left = [row.id for row in await harness.rows()]
+        rest = [await harness.store.purge(older_than=HOUR, limit=3) for _ in range(2)]
+
+        assert (first, rest) == (3, [2, 0])
+        assert left == ids[3:]
+
+    async def test_the_purge_never_deletes_what_was_not_delivered(self, harness: StoreHarness) -> None:
+        """G2, S4-09: neither pending nor processing nor dead, nor what belongs to another namespace."""
+        elsewhere = await harness.another(namespace="elsewhere")
+        await harness.add(numbered(1), namespace="elsewhere")
+        await elsewhere.settle([Settlement(claim, Delivered()) for claim in await elsewhere.claim(10, TERMS)])
+        await harness.add(numbered(2), numbered(3), numbered(4))
+        two, three, _ = await harness.store.claim(3, TERMS)
+        await harness.store.settle([Settlement(two, Dead("no")), Settlement(three, Retry("no"))])
+        await harness.advance(1000 * DAY)
+
+        assert await harness.store.purge(older_than=timedelta(0)) == 0
+        assert [row.status for row in await harness.rows()] == ["delivered", "dead", "pending", "processing"]
+
+    # -- stats -------------------------------------------------------------------------------------------------
+
+    async def test_an_empty_store_counts_nothing(self, harness: StoreHarness) -> None:
+        """S2-04: and nothing waits."""
+        stats = await harness.store.stats()
+
+        assert (stats.pending, stats.processing, stats.delivered, stats.dead) == (0, 0, 0, 0)
+        assert stats.oldest_due is None
+
+    async def test_the_stats_count_every_state_of_the_namespace(self, harness: StoreHarness) -> None:
+        """S2-04, G11: dead messages are visible."""
+        await harness.add(numbered(0), namespace="elsewhere")
+        await _deliver(harness, 1, 2, 3, 4)
+        await harness.add(*[numbered(n) for n in range(5, 8)])
+        dead, _, _ = await harness.store.claim(3, TERMS)
+        await harness.store.settle([Settlement(dead, Dead("no"))])
+        await harness.add(numbered(8), numbered(9, key="a"), numbered(10, key="a"))
+
+        stats = await harness.store.stats()
+
+        assert (stats.pending, stats.processing, stats.delivered, stats.dead) == (3, 2, 4, 1)
+        assert stats.ceiling >= 1000
+
+    @pytest.mark.parametrize("key", [None, "a"])
+    async def test_the_stats_tell_how_long_the_oldest_due_message_has_waited(
+        self, harness: StoreHarness, key: str | None
+    ) -> None:
+        """S2-04: counted from when it was due, for messages with and without a key."""
+        await harness.add(numbered(1, key=key), delay=HOUR)
+        early = await harness.store.stats()
+        await harness.advance(HOUR + 10 * MINUTE)
+        await harness.add(numbered(2), numbered(3, key="b"))
+        late = await harness.store.stats()
+
+        assert early.oldest_due is None
+        assert late.oldest_due is not None
+        assert 9 * MINUTE < late.oldest_due < 11 * MINUTE
+
+    # -- wake-ups ----------------------------------------------------------------------------------------------
+
+    async def test_a_hint_of_another_process_wakes_those_who_listen(self, harness: StoreHarness) -> None:
+        """S2-34: where the store can; elsewhere listening ends at once."""
+        woken = asyncio.Event()
+        listening = asyncio.create_task(harness.store.listen(woken.set))
+        try:
+            if not harness.store.features.wakeups:
+                await asyncio.wait_for(listening, 10)
+                assert not woken.is_set()
+                return
+            await asyncio.wait_for(woken.wait(), 10)  # told once at the start: something may have been missed
+            for _ in range(2):
+                woken.clear()
+                await harness.hint()
+                await asyncio.wait_for(woken.wait(), 10)
+        finally:
+            listening.cancel()
+            await asyncio.wait({listening})
+
+    # -- open and close ----------------------------------------------------------------------------------------
+
+    async def test_a_store_can_be_opened_twice_and_again_after_closing(self, harness: StoreHarness) -> None:
+        """G2: what was added and claimed is still there."""
+        await harness.add(numbered(1), numbered(2))
+        await harness.store.open()
+        [one] = await harness.store.claim(1, TERMS)
+
+        await harness.store.close()
+        await harness.store.close()
+        await harness.store.open()
+
+        assert states(await harness.rows()) == [("processing", 1, 1), ("pending", 0, 0)]
+        assert await harness.store.settle([Settlement(one, Delivered())]) == []
+        assert numbers(await harness.store.claim(10, TERMS)) == [2]
+
+    async def test_calls_at_the_same_time_do_not_disturb_each_other(self, harness: StoreHarness) -> None:
+        """S2-49, G11: more calls at once than a store has connections."""
+        await harness.add(*[numbered(n) for n in range(30)])
+        store = harness.store
+
+        async def work() -> list[Claim]:
+            claims = await store.claim(1, terms())
+            await store.extend(claims, MINUTE)
+            await store.stats()
+            await store.sweep(TERMS)
+            lost = await store.settle([Settlement(claim, Delivered()) for claim in claims])
+            return lost + claims[1:]
+
+        answers = await asyncio.gather(*[work() for _ in range(30)])
+
+        assert answers == [[]] * 30
+        assert states(await harness.rows()) == [("delivered", 1, 1)] * 30
+        assert await harness.store.purge(older_than=SECOND) == 0

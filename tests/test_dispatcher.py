@@ -1,0 +1,747 @@
+"""The dispatcher: claim, publish, settle."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from uuid import UUID, uuid4
+
+import pytest
+
+from postroom import (
+    Backoff,
+    Claim,
+    ClaimTerms,
+    Delivered,
+    Dispatcher,
+    Message,
+    Outbox,
+    Outcome,
+    Publisher,
+    Release,
+    Retry,
+    Settlement,
+)
+from postroom import events as ev
+from postroom.broker import Send
+from postroom.errors import BrokerUnavailableError, ConfigurationError, RejectError, StoreUnavailableError
+from postroom.stores import MemoryStore
+from postroom.testing.waiting import until
+
+MS = timedelta(milliseconds=1)
+SECOND = timedelta(seconds=1)
+QUICK = Backoff(base=MS, max=10 * MS)
+
+
+class Bench:
+    """A memory store, an outbox that writes to it, and everything a dispatcher told."""
+
+    def __init__(self, store: MemoryStore | None = None) -> None:
+        self.store = store or MemoryStore()
+        self.outbox = Outbox()
+        self.events: list[ev.Event] = []
+
+    def add(self, count: int = 1, *, topic: str = "t", key: str | None = None) -> list[UUID]:
+        with self.store.transaction() as transaction:
+            added = self.outbox.add(transaction, [{"n": n} for n in range(count)], topic=topic, key=key)
+        return [one.id for one in added if one.id is not None]
+
+    def dispatcher(self, publisher: Publisher | Send, **options: object) -> Dispatcher:
+        settings: dict[str, object] = {
+            "backoff": QUICK,
+            "outage_backoff": QUICK,
+            "poll_interval": 20 * MS,
+            "listener": self.events.append,
+        }
+        return Dispatcher(self.store, publisher, **{**settings, **options})  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def running(self, publisher: Publisher | Send, **options: object) -> AsyncIterator[Dispatcher]:
+        dispatcher = self.dispatcher(publisher, **options)
+        task = asyncio.create_task(dispatcher.run())
+        try:
+            yield dispatcher
+        finally:
+            await dispatcher.stop()
+            await task
+
+    def statuses(self) -> list[str]:
+        return [row.status for row in self.store.rows]
+
+    def told(self, kind: type[ev.Event]) -> list[ev.Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    async def until_status(self, *statuses: str) -> None:
+        await until(lambda: self.statuses() == list(statuses), f"rows becoming {statuses}")
+
+
+async def accept(message: Message) -> None:
+    """Take every message."""
+
+
+class Answers:
+    """A publisher of batches that answers what a function says of each message."""
+
+    def __init__(self, answer: Callable[[Message], Outcome | None]) -> None:
+        self.answer = answer
+        self.batches: list[list[UUID]] = []
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        self.batches.append([message.id for message in messages])
+        return [self.answer(message) for message in messages]
+
+
+async def test_a_function_that_returns_has_delivered() -> None:
+    """S2-36, S2-37, S4-11, S4-16: to return is success; the row is delivered and not eligible again."""
+    bench, seen = Bench(), list[Message]()
+
+    async def send(message: Message) -> None:
+        seen.append(message)
+
+    added = bench.add(3)
+    async with bench.running(send):
+        await bench.until_status("delivered", "delivered", "delivered")
+
+    assert [message.id for message in seen] == added
+    assert [message.payload for message in seen] == [b'{"n":0}', b'{"n":1}', b'{"n":2}']
+    assert await bench.store.claim(10, ClaimTerms(worker=uuid4())) == []
+
+
+async def test_payload_is_handed_on_as_it_is() -> None:
+    """S2-36: the dispatcher never interprets a payload."""
+    bench, seen = Bench(), list[bytes]()
+    raw = bytes(range(256))
+    with bench.store.transaction() as transaction:
+        bench.outbox.add(transaction, raw, topic="t")
+
+    async def send(message: Message) -> None:
+        seen.append(message.payload)
+
+    async with bench.running(send):
+        await bench.until_status("delivered")
+
+    assert seen == [raw]
+
+
+async def test_a_failing_message_is_retried_until_it_succeeds() -> None:
+    """S2-38, S2-51, S4-15: an exception puts it back with an error and a wait that grows."""
+    bench, attempts = Bench(), list[int]()
+
+    async def send(message: Message) -> None:
+        attempts.append(message.attempt)
+        if message.attempt < 4:
+            raise ValueError("not yet")
+
+    bench.add()
+    async with bench.running(send, backoff=Backoff(base=MS, max=SECOND, jitter="none")):
+        await bench.until_status("delivered")
+
+    retried = [event for event in bench.events if isinstance(event, ev.Retried)]
+    assert attempts == [1, 2, 3, 4]
+    assert [event.delay for event in retried] == [1 * MS, 2 * MS, 4 * MS]
+    assert {event.error for event in retried} == {"ValueError: not yet"}
+
+
+async def test_a_message_is_delivered_at_most_max_attempts_times_and_then_dead() -> None:
+    """S2-30, S2-44, S4-14, G9: max_attempts = 3 means three deliveries, then dead with its error."""
+    bench, attempts = Bench(), list[int]()
+
+    async def send(message: Message) -> None:
+        attempts.append(message.attempt)
+        raise ValueError("never")
+
+    bench.add()
+    async with bench.running(send, max_attempts=3):
+        await bench.until_status("dead")
+
+    assert attempts == [1, 2, 3]
+    assert bench.store.rows[0].error == "ValueError: never"
+    assert [type(event) for event in bench.told(ev.Died)] == [ev.Died]
+
+
+async def test_a_rejected_message_is_dead_at_once() -> None:
+    """S2-04: what can never be delivered is surfaced at the first attempt, with its reason."""
+    bench = Bench()
+
+    async def send(message: Message) -> None:
+        raise RejectError("too large for the broker")
+
+    bench.add()
+    async with bench.running(send):
+        await bench.until_status("dead")
+
+    assert bench.store.rows[0].message.attempt == 1
+    assert bench.store.rows[0].error == "RejectError: too large for the broker"
+
+
+async def test_a_partial_batch_settles_what_was_confirmed() -> None:
+    """S2-37, S2-38: every message of a batch has an outcome of its own."""
+    bench = Bench()
+    good, bad, worse = bench.add(3)
+
+    def answer(message: Message) -> Outcome:
+        return {good: Delivered(), bad: Retry("later", 3600 * SECOND), worse: RejectedAs("never")}[message.id]
+
+    def RejectedAs(error: str) -> Outcome:  # noqa: N802
+        from postroom import Dead  # noqa: PLC0415
+
+        return Dead(error)
+
+    async with bench.running(Answers(answer)):
+        await bench.until_status("delivered", "pending", "dead")
+
+    assert [row.error for row in bench.store.rows] == [None, "later", "never"]
+
+
+async def test_a_wrong_number_of_outcomes_fails_the_batch() -> None:
+    """A publisher that breaks its contract loses nothing."""
+
+    class Short:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            return []
+
+    bench = Bench()
+    bench.add(2)
+    async with bench.running(Short(), max_attempts=2):
+        await bench.until_status("dead", "dead")
+
+    assert bench.store.rows[0].error == "the publisher gave 0 outcomes for 2 messages"
+
+
+async def test_an_outage_spends_no_attempts_and_makes_no_dead_letters() -> None:
+    """G13, S4-20: while the broker is down messages wait; they are delivered when it is back."""
+    bench = Bench()
+    is_down, calls = True, 0
+
+    class Broker:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            nonlocal calls
+            calls += 1
+            if is_down:
+                raise BrokerUnavailableError("connection refused")
+            return [Delivered()] * len(messages)
+
+    bench.add(50)
+    async with bench.running(Broker(), max_attempts=1):
+        await until(lambda: calls > 20, "twenty probes of a broker that is down")
+        assert {row.message.attempt for row in bench.store.rows} <= {0, 1}
+        is_down = False
+        await bench.until_status(*["delivered"] * 50)
+
+    assert [type(e) for e in bench.events if isinstance(e, ev.BreakerOpened | ev.BreakerClosed)] == [
+        ev.BreakerOpened,
+        ev.BreakerClosed,
+    ]
+    assert {row.message.attempt for row in bench.store.rows} == {1}
+
+
+async def test_during_an_outage_one_message_at_a_time_tests_the_destination() -> None:
+    """G13: a breaker lets a single probe through, and recovery begins small, not with a stampede."""
+    bench, sizes = Bench(), list[int]()
+    is_down = True
+
+    class Broker:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            sizes.append(len(messages))
+            if is_down:
+                raise BrokerUnavailableError("connection refused")
+            return [Delivered()] * len(messages)
+
+    bench.add(100)
+    async with bench.running(Broker(), batch=10, batches_in_flight=1):
+        await until(lambda: len(sizes) > 5, "five probes")
+        assert sizes[0] == 10
+        assert set(sizes[1:]) == {1}
+        probes = len(sizes)
+        is_down = False
+        await bench.until_status(*["delivered"] * 100)
+
+    assert sizes[probes : probes + 5] in ([1, 1, 2, 4, 8], [1, 2, 4, 8, 10])
+
+
+async def test_one_topic_that_is_down_does_not_hold_up_the_others() -> None:
+    """G13: the breaker is per destination."""
+    bench = Bench()
+    bench.add(20, topic="down")
+
+    def answer(message: Message) -> Outcome:
+        return Release() if message.topic == "down" else Delivered()
+
+    async with bench.running(Answers(answer), batch=10, outage_backoff=Backoff(base=60 * SECOND, max=60 * SECOND)):
+        await until(lambda: bool(bench.told(ev.BreakerOpened)), "the breaker opening")
+        bench.add(30, topic="up")
+        await bench.until_status(*["pending"] * 20, *["delivered"] * 30)
+
+    assert {row.message.attempt for row in bench.store.rows[:20]} == {0}
+
+
+async def test_a_message_that_hangs_alone_is_an_outage_and_beside_others_a_failure() -> None:
+    """G9, G13: silence is judged by what else was heard; nothing waits for ever on one publish."""
+    bench, hanging = Bench(), set[UUID]()
+
+    async def send(message: Message) -> None:
+        if message.id in hanging:
+            await asyncio.Event().wait()
+
+    hanging.update(bench.add(1, topic="quiet"))
+    hanging.update(bench.add(1, topic="busy"))
+    bench.add(1, topic="busy")
+    async with bench.running(
+        send,
+        publish_timeout=50 * MS,
+        backoff=Backoff(base=60 * SECOND),
+        outage_backoff=Backoff(base=60 * SECOND, max=60 * SECOND),
+    ):
+        await bench.until_status("pending", "pending", "delivered")
+
+    quiet, busy, _ = bench.store.rows
+    assert (quiet.message.attempt, quiet.error) == (0, None)
+    assert busy.message.attempt == 1
+    assert busy.error is not None
+    assert busy.error.startswith("PublishUnknownError")
+
+
+async def test_a_publisher_that_never_answers_is_cut_off() -> None:
+    """G11: every call to a broker has a deadline of our own."""
+
+    class Silent:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            await asyncio.Event().wait()
+            return []
+
+    bench = Bench()
+    bench.add(2)
+    async with bench.running(Silent(), publish_timeout=20 * MS):
+        await until(lambda: bool(bench.told(ev.BreakerOpened)), "the breaker opening")
+
+    assert {row.message.attempt for row in bench.store.rows} == {0}
+
+
+async def test_stopping_finishes_what_is_under_way() -> None:
+    """S2-34, S4-12: stop claims no more, waits for publishes, and settles them; to stop twice is fine."""
+    bench = Bench()
+    started, finish = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        await finish.wait()
+
+    bench.add()
+    dispatcher = bench.dispatcher(send)
+    running = asyncio.create_task(dispatcher.run())
+    await started.wait()
+    stopping = asyncio.create_task(dispatcher.stop())
+    bench.add()
+    await asyncio.sleep(0)
+    finish.set()
+    await stopping
+    await dispatcher.stop()
+    await running
+
+    assert bench.statuses() == ["delivered", "pending"]
+    assert bench.store.rows[1].message.attempt == 0
+
+
+async def test_what_is_not_finished_in_time_is_released_with_its_attempt_given_back() -> None:
+    """S4-12: after the grace period claims are released, not left to expire."""
+    bench, started = Bench(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    bench.add(3)
+    dispatcher = bench.dispatcher(send, shutdown_grace=10 * MS)
+    running = asyncio.create_task(dispatcher.run())
+    await started.wait()
+    await dispatcher.stop()
+    await running
+
+    assert bench.statuses() == ["pending"] * 3
+    assert [row.message.attempt for row in bench.store.rows] == [0, 0, 0]
+    assert bench.told(ev.Stopped) == [ev.Stopped(dispatcher.worker, 3)]
+
+
+async def test_asking_to_stop_twice_does_not_wait_for_the_grace_period() -> None:
+    """S4-12: a second signal gives up what is under way."""
+    bench, started = Bench(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    bench.add()
+    dispatcher = bench.dispatcher(send, shutdown_grace=3600 * SECOND)
+    running = asyncio.create_task(dispatcher.run())
+    await started.wait()
+    dispatcher.stop_soon()
+    dispatcher.stop_soon()
+    await asyncio.wait_for(running, 10)
+
+    assert bench.statuses() == ["pending"]
+
+
+async def test_cancelling_a_dispatcher_releases_its_claims() -> None:
+    """S2-34: cancellation passes through, and nothing stays leased behind it."""
+    bench, started = Bench(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    bench.add(2)
+    running = asyncio.create_task(bench.dispatcher(send).run())
+    await started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    assert bench.statuses() == ["pending", "pending"]
+    assert [row.message.attempt for row in bench.store.rows] == [0, 0]
+
+
+async def test_a_lease_is_renewed_while_the_publish_runs() -> None:
+    """S2-29: a publish that takes longer than the lease keeps its claim."""
+    bench = Bench()
+    started, finish = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        await finish.wait()
+
+    bench.add()
+    lease = 300 * MS
+    async with bench.running(send, lease=lease, publish_timeout=60 * SECOND if False else 250 * MS, concurrency=1) as _:
+        await started.wait()
+        first = bench.store.rows[0].locked_until
+        assert first is not None
+        await until(lambda: (bench.store.rows[0].locked_until or first) > first, "the lease being renewed")
+        assert await bench.store.claim(10, ClaimTerms(worker=uuid4())) == []
+        finish.set()
+        await bench.until_status("delivered")
+
+    assert bench.told(ev.LeaseLost) == []
+
+
+class Clocked(Bench):
+    """A bench whose store's clock can be moved."""
+
+    def __init__(self) -> None:
+        from datetime import UTC, datetime  # noqa: PLC0415
+
+        self.ahead = timedelta(0)
+        super().__init__(MemoryStore(clock=lambda: datetime.now(UTC) + self.ahead))
+
+
+async def test_a_lost_lease_is_reported_and_never_followed_by_a_nack() -> None:
+    """S2-39, S2-40: what another worker holds is not touched, whatever became of our publish."""
+    bench = Clocked()
+    started, finish = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        await finish.wait()
+        raise ValueError("failed, but it is not ours any more")
+
+    bench.add()
+    async with bench.running(send):
+        await started.wait()
+        bench.ahead = timedelta(hours=1)
+        [other] = await bench.store.claim(1, ClaimTerms(worker=uuid4(), lease=timedelta(hours=2)))
+        finish.set()
+        await until(lambda: bool(bench.told(ev.LeaseLost)), "the loss being told")
+
+    [row] = bench.store.rows
+    assert (row.status, row.error, row.message.token) == ("processing", None, other.message.token)
+    assert bench.told(ev.Retried) == []
+
+
+async def test_a_late_confirmation_is_recorded_if_nobody_else_claimed() -> None:
+    """G4: the token decides, not the clock: a slow worker's delivery still counts."""
+    bench = Clocked()
+    started, finish = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        await finish.wait()
+
+    bench.add()
+    async with bench.running(send, batches_in_flight=1, concurrency=1, batch=1) as dispatcher:
+        await started.wait()
+        bench.ahead = timedelta(hours=1)
+        dispatcher.stop_soon()
+        finish.set()
+
+    assert bench.statuses() == ["delivered"]
+    assert bench.told(ev.LeaseLost) == []
+
+
+class Slow(MemoryStore):
+    """A store whose claims take long to arrive."""
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        claims = await super().claim(limit, terms)
+        if claims:
+            await asyncio.sleep(0.15)
+        return claims
+
+
+async def test_work_is_not_begun_when_the_lease_is_nearly_over() -> None:
+    """S2-29: with less than the publish timeout left, a claim is released, not published."""
+    bench, calls = Bench(Slow()), list[UUID]()
+
+    async def send(message: Message) -> None:
+        calls.append(message.id)
+
+    bench.add()
+    async with bench.running(send, lease=200 * MS, publish_timeout=100 * MS):
+        await until(lambda: bool(bench.told(ev.MessagesReleased)), "the release")
+
+    assert calls == []
+    assert bench.store.rows[0].message.attempt == 0
+
+
+async def test_a_blocked_event_loop_is_noticed() -> None:
+    """G11: a handler that blocks the loop starves the renewal, so it is told."""
+    bench = Bench()
+
+    async def send(message: Message) -> None:
+        time.sleep(0.4)  # noqa: ASYNC251 -- the mistake that this is about
+
+    bench.add()
+    async with bench.running(send, lease=300 * MS, publish_timeout=200 * MS):
+        await until(lambda: bool(bench.told(ev.LoopStalled)), "the stall being told")
+
+
+class Flaky(MemoryStore):
+    """A store that is away for a while."""
+
+    is_away = False
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        self._check()
+        return await super().claim(limit, terms)
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        self._check()
+        return await super().settle(settlements)
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise StoreUnavailableError("connection refused")
+
+
+async def test_a_store_that_goes_away_stops_nothing_for_good() -> None:
+    """S4-13, S1-34: store errors are told and the loop goes on; a confirmed delivery is recorded later."""
+    store = Flaky()
+    bench, delivered = Bench(store), list[UUID]()
+
+    async def send(message: Message) -> None:
+        delivered.append(message.id)
+        store.is_away = len(delivered) == 1
+
+    bench.add()
+    async with bench.running(send):
+        await until(lambda: len(bench.told(ev.StoreFailed)) > 2, "failures being told")
+        store.is_away = False
+        await bench.until_status("delivered")
+        bench.add()
+        await bench.until_status("delivered", "delivered")
+
+    assert len(delivered) == 2
+    assert bench.told(ev.StoreRecovered)
+
+
+async def test_a_wake_up_delivers_long_before_the_next_poll() -> None:
+    """S4-23: latency does not depend on the poll interval when somebody hints."""
+    bench = Bench()
+    async with bench.running(accept, poll_interval=600 * SECOND, lease=3600 * SECOND) as dispatcher:
+        await until(lambda: dispatcher._idle >= 1, "the dispatcher resting for long")  # noqa: SLF001
+        bench.add()
+        dispatcher.wake()
+        await bench.until_status("delivered")
+
+
+class Counting(MemoryStore):
+    """A store that counts its claims."""
+
+    claims = 0
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        self.claims += 1
+        return await super().claim(limit, terms)
+
+
+async def test_an_idle_dispatcher_asks_ever_more_rarely() -> None:
+    """S1-29, S2-35: polling backs off to the poll interval while there is nothing to do."""
+    store = Counting()
+    bench = Bench(store)
+    async with bench.running(accept, poll_interval=10 * SECOND, lease=60 * SECOND) as dispatcher:
+        await until(lambda: dispatcher._idle >= 1, "the rests growing")  # noqa: SLF001
+
+    assert store.claims < 12
+
+
+async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
+    """S1-29: a backlog is drained in batches without waiting in between."""
+    store = Counting()
+    bench = Bench(store)
+    bench.add(200)
+    async with bench.running(accept, batch=10, poll_interval=600 * SECOND, lease=3600 * SECOND):
+        await bench.until_status(*["delivered"] * 200)
+
+    assert store.claims < 60
+
+
+async def test_messages_of_a_key_follow_each_other_and_keys_run_side_by_side() -> None:
+    """G6: one of a key at a time, in order; different keys at the same time."""
+    bench = Bench()
+    under_way, most, order = dict[str, int](), 0, dict[str, list[UUID]]()
+
+    async def send(message: Message) -> None:
+        nonlocal most
+        key = message.key or ""
+        under_way[key] = under_way.get(key, 0) + 1
+        most = max(most, sum(under_way.values()))
+        assert under_way[key] == 1
+        await asyncio.sleep(0)
+        order.setdefault(key, []).append(message.id)
+        under_way[key] -= 1
+
+    wanted = {key: bench.add(20, key=key) for key in "abcde"}
+    async with bench.running(send):
+        await bench.until_status(*["delivered"] * 100)
+
+    assert order == wanted
+    assert most > 1
+
+
+async def test_a_failing_head_holds_back_its_own_key_only() -> None:
+    """G6: the followers wait for their head, the other keys do not."""
+    bench, seen = Bench(), list[tuple[str | None, int]]()
+    failures = 3
+
+    async def send(message: Message) -> None:
+        nonlocal failures
+        if message.key == "bad" and message.payload == b'{"n":0}' and failures:
+            failures -= 1
+            raise ValueError("not yet")
+        seen.append((message.key, int(message.payload[5:-1])))
+
+    bench.add(3, key="bad")
+    bench.add(3, key="good")
+    async with bench.running(send):
+        await bench.until_status(*["delivered"] * 6)
+
+    assert [n for key, n in seen if key == "bad"] == [0, 1, 2]
+    assert [n for key, n in seen if key == "good"] == [0, 1, 2]
+    assert seen[-1] == ("bad", 2)
+
+
+@pytest.mark.parametrize(("policy", "followers"), [("block", "pending"), ("skip", "delivered")])
+async def test_a_dead_head_blocks_or_is_skipped_as_asked(policy: str, followers: str) -> None:
+    """G6: on_dead="block" keeps the key waiting, visibly; "skip" lets it go on."""
+    bench = Bench()
+    first, *_ = bench.add(3, key="k")
+    bench.add(1)
+
+    async def send(message: Message) -> None:
+        if message.id == first:
+            raise RejectError("never")
+
+    async with bench.running(send, on_dead=policy):
+        await bench.until_status("dead", followers, followers, "delivered")
+
+
+async def test_old_deliveries_are_purged_and_nothing_else() -> None:
+    """S1-39, S1-40, S4-09, S4-10: cleanup runs on its own timer and only takes delivered rows past retention."""
+    store = MemoryStore(keep_delivered=1 * MS)
+    bench = Bench(store)
+    bench.add(2)
+    with store.transaction() as transaction:
+        bench.outbox.add(transaction, {}, topic="later", delay=timedelta(days=1))
+    async with bench.running(accept, sweep_interval=5 * MS, cleanup_interval=5 * MS):
+        await until(lambda: bench.statuses() == ["pending"], "delivered rows being purged")
+        await until(lambda: bool(bench.told(ev.Purged)), "the purge being told")
+
+
+async def test_messages_without_an_attempt_left_are_swept() -> None:
+    """S2-28, G9: a crash on the last attempt ends in dead, not in limbo."""
+    bench = Clocked()
+    bench.add()
+    await bench.store.claim(1, ClaimTerms(worker=uuid4(), max_attempts=1))
+    bench.ahead = timedelta(hours=1)
+    async with bench.running(accept, max_attempts=1, sweep_interval=5 * MS):
+        await bench.until_status("dead")
+        await until(lambda: bool(bench.told(ev.Swept)), "the sweep being told")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"poll_interval": 11 * SECOND, "lease": 30 * SECOND},
+        {"publish_timeout": 30 * SECOND, "lease": 30 * SECOND},
+        {"batch": 0},
+        {"batches_in_flight": 0},
+        {"max_attempts": 0},
+        {"lease": timedelta(0)},
+        {"on_dead": "ignore"},
+        {"concurrency": 0},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options: dict[str, object]) -> None:
+    """S2-35, S2-43: poll_interval must be well below the lease; everything is checked at construction."""
+    with pytest.raises(ConfigurationError):
+        Dispatcher(MemoryStore(), accept, **options)  # type: ignore[arg-type]
+
+
+async def test_a_dispatcher_runs_once() -> None:
+    """A second run of the same object would share its claims."""
+    bench = Bench()
+    dispatcher = bench.dispatcher(accept)
+    await dispatcher.run(until_idle=True)
+
+    with pytest.raises(ConfigurationError, match="runs once"):
+        await dispatcher.run()
+
+
+async def test_a_run_until_idle_ends_when_nothing_is_left() -> None:
+    """A drain ends by itself, with everything settled."""
+    bench = Bench()
+    bench.add(25)
+
+    await bench.dispatcher(accept, batch=10).run(until_idle=True)
+
+    assert bench.statuses() == ["delivered"] * 25
+
+
+async def test_no_event_or_log_holds_a_payload(caplog: pytest.LogCaptureFixture) -> None:
+    """G11: payloads and header values stay out of everything that is told."""
+    store, secret = MemoryStore(), "s3cr3t-canary"
+    caplog.set_level(logging.DEBUG, logger="postroom")
+    told: list[ev.Event] = []
+    with store.transaction() as transaction:
+        Outbox().add(transaction, {"card": secret}, topic="t", headers={"authorization": secret})
+
+    def listener(event: ev.Event) -> None:
+        told.append(event)
+        ev.log_event(event)
+
+    async def send(message: Message) -> None:
+        if message.attempt == 1:
+            raise ValueError("no")
+        raise RejectError("never")
+
+    dispatcher = Dispatcher(store, send, backoff=QUICK, listener=listener)
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: store.rows[0].status == "dead", "the message being dead")
+    await dispatcher.stop()
+    await running
+
+    assert {type(event) for event in told} >= {ev.Started, ev.Claimed, ev.Retried, ev.Died, ev.Stopped}
+    assert secret not in repr(told)
+    assert secret not in repr([record.__dict__ for record in caplog.records])

@@ -1,0 +1,141 @@
+"""The outbox as a stream of deliveries."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from uuid import uuid4
+
+import pytest
+
+from postroom import ClaimTerms, Delivery, Outbox, source
+from postroom.errors import SchemaMissingError
+from postroom.stores import MemoryStore, SQLiteStore
+from postroom.testing.waiting import until
+
+MS = timedelta(milliseconds=1)
+
+
+def add(store: MemoryStore, count: int, *, key: str | None = None) -> None:
+    with store.transaction() as transaction:
+        Outbox().add(transaction, [{"n": n} for n in range(count)], topic="t", key=key)
+
+
+def statuses(store: MemoryStore) -> list[str]:
+    return [row.status for row in store.rows]
+
+
+async def test_an_acknowledged_delivery_is_recorded_when_ack_returns() -> None:
+    """S1-30, S1-32, S0-49: ack marks the row as delivered, and has done so when it returns."""
+    store = MemoryStore()
+    add(store, 2)
+    async with source(store) as deliveries:
+        delivery = await anext(deliveries)
+        await delivery.ack()
+        assert statuses(store) == ["delivered", "processing"]
+
+    assert statuses(store) == ["delivered", "pending"]
+
+
+async def test_a_nacked_delivery_comes_again_after_its_delay() -> None:
+    """S1-32, S1-36: nack leaves the message for later, with an attempt spent and a wait."""
+    store, attempts = MemoryStore(), list[int]()
+    add(store, 1)
+    async with source(store, poll_interval=10 * MS) as deliveries:
+        async for delivery in deliveries:
+            attempts.append(delivery.message.attempt)
+            if delivery.message.attempt == 3:
+                await delivery.ack()
+                break
+            await delivery.nack("not now", delay=1 * MS)
+
+    assert attempts == [1, 2, 3]
+    assert statuses(store) == ["delivered"]
+
+
+async def test_a_rejected_delivery_is_dead() -> None:
+    """S2-04: the reader can say that a message will never succeed."""
+    store = MemoryStore()
+    add(store, 1)
+    async with source(store) as deliveries:
+        await (await anext(deliveries)).reject("no such customer")
+
+    assert (store.rows[0].status, store.rows[0].error) == ("dead", "no such customer")
+
+
+async def test_the_first_settlement_counts() -> None:
+    """Ack after nack, or twice, does nothing more."""
+    store = MemoryStore()
+    add(store, 1)
+    async with source(store) as deliveries:
+        delivery = await anext(deliveries)
+        await delivery.ack()
+        await delivery.reject("too late")
+
+    assert statuses(store) == ["delivered"]
+    assert "Delivered" in repr(delivery)
+
+
+async def test_rows_in_flight_are_not_emitted_again() -> None:
+    """S1-35: a delivery that is still open is not handed out a second time, however long it takes."""
+    store, lease = MemoryStore(), 150 * MS
+    add(store, 1)
+    async with source(store, lease=lease, poll_interval=10 * MS) as deliveries:
+        delivery = await anext(deliveries)
+        first = store.rows[0].locked_until
+        assert first is not None
+        await until(lambda: (store.rows[0].locked_until or first) > first + lease, "the lease being renewed twice")
+        assert await store.claim(1, ClaimTerms(worker=uuid4())) == []
+        await delivery.ack()
+
+    assert store.rows[0].message.token == 1
+
+
+async def test_closing_ends_the_iteration_and_releases_what_is_open() -> None:
+    """S1-30, S1-37: it ends cleanly; open deliveries go back, acknowledged ones are recorded."""
+    store, seen = MemoryStore(), list[Delivery]()
+    add(store, 3)
+    deliveries = source(store)
+
+    async def read() -> None:
+        async for delivery in deliveries:
+            seen.append(delivery)
+            if len(seen) == 3:
+                await delivery.ack()
+
+    reading = asyncio.create_task(read())
+    await until(lambda: statuses(store).count("delivered") == 1, "one delivery being recorded")
+    await deliveries.aclose()
+    await deliveries.aclose()
+    await reading
+
+    assert sorted(statuses(store)) == ["delivered", "pending", "pending"]
+    assert [row.message.attempt for row in store.rows if row.status == "pending"] == [0, 0]
+
+
+async def test_messages_of_a_key_are_handed_out_one_after_the_other() -> None:
+    """G6: the second of a key appears when the first is acknowledged."""
+    store = MemoryStore()
+    add(store, 3, key="k")
+    numbers: list[bytes] = []
+    async with source(store) as deliveries:
+        for _ in range(3):
+            delivery = await anext(deliveries)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(deliveries), 0.05)
+            numbers.append(delivery.message.payload)
+            await delivery.ack()
+
+    assert numbers == [b'{"n":0}', b'{"n":1}', b'{"n":2}']
+
+
+async def test_what_no_retry_can_mend_is_raised_to_the_reader(sqlite_path: str) -> None:
+    """S1-04: a source creates no tables; a missing schema is told to who reads."""
+    store = SQLiteStore(sqlite_path)
+    deliveries = source(store)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await anext(deliveries)
+
+    assert caught.group_contains(SchemaMissingError)
+    await store.close()

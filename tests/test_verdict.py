@@ -1,0 +1,84 @@
+"""What a publisher's answers mean."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from postroom import Dead, Delivered, Message, Outcome, Release, Retry
+from postroom.verdict import NO_ANSWER, Verdict, judge
+
+SECOND = timedelta(seconds=1)
+
+
+def message(topic: str = "t", key: str | None = None, attempt: int = 1) -> Message:
+    return Message(topic=topic, payload=b"", key=key, attempt=attempt)
+
+
+def verdict_of(*pairs: tuple[Message, Outcome | None], max_attempts: int = 3) -> Verdict:
+    return judge(
+        [pair[0] for pair in pairs],
+        [pair[1] for pair in pairs],
+        backoff=lambda attempts: attempts * SECOND,
+        max_attempts=max_attempts,
+    )
+
+
+def test_a_failure_waits_as_long_as_its_attempts_say() -> None:
+    """S2-38: next_attempt_at follows the policy, by the attempts so far."""
+    verdict = verdict_of((message(attempt=2), Retry("no")))
+
+    assert verdict.outcomes == [Retry("no", 2 * SECOND)]
+
+
+def test_a_publisher_may_choose_the_wait() -> None:
+    """A Retry-After of the destination wins over the backoff."""
+    assert verdict_of((message(), Retry("no", 9 * SECOND))).outcomes == [Retry("no", 9 * SECOND)]
+
+
+def test_the_last_attempt_that_fails_makes_a_message_dead() -> None:
+    """S2-44: attempts >= max_attempts at failure is dead."""
+    verdict = verdict_of((message(attempt=2), Retry("no")), (message(attempt=3), Retry("no")))
+
+    assert verdict.outcomes == [Retry("no", 2 * SECOND), Dead("no")]
+
+
+def test_silence_beside_an_answer_of_the_same_topic_is_a_failure() -> None:
+    """G9: a message that hangs on a destination that works spends its attempts."""
+    verdict = verdict_of((message(), None), (message(), Delivered()))
+
+    assert verdict.outcomes == [Retry(NO_ANSWER, SECOND), Delivered()]
+    assert verdict.down == frozenset()
+
+
+def test_silence_of_a_whole_topic_is_an_outage() -> None:
+    """G13: when nothing is heard of a topic, it is down and no attempt is spent."""
+    verdict = verdict_of((message("a"), None), (message("a"), Release()), (message("b"), Delivered()))
+
+    assert verdict.outcomes == [Release(), Release(), Delivered()]
+    assert (verdict.alive, verdict.down) == ({"b"}, {"a"})
+
+
+def test_an_outage_spends_no_attempt_even_on_the_last() -> None:
+    """G13: the last attempt is not used up by a destination that is down."""
+    assert verdict_of((message(attempt=3), Release())).outcomes == [Release()]
+
+
+def test_what_follows_a_failed_head_is_released() -> None:
+    """G6: when one of a run fails, the rest of its run is released; other keys are not touched."""
+    verdict = verdict_of(
+        (message(key="a"), Delivered()),
+        (message(key="a"), Retry("no")),
+        (message(key="a"), None),
+        (message(key="b"), Delivered()),
+        (message(), Delivered()),
+    )
+
+    assert verdict.outcomes == [Delivered(), Retry("no", SECOND), Release(), Delivered(), Delivered()]
+    assert verdict.down == frozenset()
+
+
+def test_a_delivery_is_recorded_whatever_stands_before_it() -> None:
+    """What was confirmed is confirmed, also by a publisher that broke the order."""
+    verdict = verdict_of((message(key="a"), Retry("no")), (message(key="a"), Delivered()))
+
+    assert verdict.outcomes == [Retry("no", SECOND), Delivered()]
