@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from uuid import UUID, uuid4
 
 import pytest
@@ -16,6 +16,7 @@ from postroom import (
     Backoff,
     Claim,
     ClaimTerms,
+    Dead,
     Delivered,
     Dispatcher,
     Message,
@@ -183,15 +184,9 @@ async def test_a_partial_batch_settles_what_was_confirmed() -> None:
     bench = Bench()
     good, bad, worse = bench.add(3)
 
-    def answer(message: Message) -> Outcome:
-        return {good: Delivered(), bad: Retry("later", 3600 * SECOND), worse: RejectedAs("never")}[message.id]
+    answers: dict[UUID, Outcome] = {good: Delivered(), bad: Retry("later", 3600 * SECOND), worse: Dead("never")}
 
-    def RejectedAs(error: str) -> Outcome:  # noqa: N802
-        from postroom import Dead  # noqa: PLC0415
-
-        return Dead(error)
-
-    async with bench.running(Answers(answer)):
+    async with bench.running(Answers(lambda message: answers[message.id])):
         await bench.until_status("delivered", "pending", "dead")
 
     assert [row.error for row in bench.store.rows] == [None, "later", "never"]
@@ -415,7 +410,7 @@ async def test_a_lease_is_renewed_while_the_publish_runs() -> None:
 
     bench.add()
     lease = 300 * MS
-    async with bench.running(send, lease=lease, publish_timeout=60 * SECOND if False else 250 * MS, concurrency=1) as _:
+    async with bench.running(send, lease=lease, publish_timeout=250 * MS):
         await started.wait()
         first = bench.store.rows[0].locked_until
         assert first is not None
@@ -431,8 +426,6 @@ class Clocked(Bench):
     """A bench whose store's clock can be moved."""
 
     def __init__(self) -> None:
-        from datetime import UTC, datetime  # noqa: PLC0415
-
         self.ahead = timedelta(0)
         super().__init__(MemoryStore(clock=lambda: datetime.now(UTC) + self.ahead))
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -364,26 +364,29 @@ class TestWatchdog:
     def test_kills_what_it_was_last_told_to_guard(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder"
         folder.mkdir()
-        with start_sleeping() as earlier, start_sleeping() as later:
+        with sleeping() as earlier, sleeping() as later:
             watch([f"{earlier.pid}\n", f"{later.pid}\n"], str(folder))
 
             assert later.wait(10) == -signal.SIGKILL
             assert earlier.poll() is None
-            earlier.kill()
         assert not folder.exists()
 
     def test_sees_processes_where_there_is_no_proc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(processes, "_PROC", tmp_path)
-        with start_sleeping() as process:
+        with sleeping() as process:
             while_alive = is_gone(process.pid), is_stopped(process.pid), descendants(process.pid)
-            process.kill()
 
         assert while_alive == (False, True, [])
         assert is_gone(process.pid)
 
 
-def start_sleeping() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", "600"])  # noqa: S607
+@contextmanager
+def sleeping() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as process:  # noqa: S607
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 class TestPrograms:

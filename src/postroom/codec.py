@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import date, time
 from decimal import Decimal
 from enum import Enum
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, cast, runtime_checkable
 from uuid import UUID
 
 from .errors import DecodeError, EncodeError
@@ -35,6 +35,14 @@ class Codec(Protocol):
         ...
 
 
+@runtime_checkable
+class _Model(Protocol):
+    """A model of pydantic, which the kernel does not import."""
+
+    def model_dump_json(self) -> str: ...
+    def model_dump(self, *, mode: str) -> Any: ...  # noqa: ANN401
+
+
 class JSONCodec:
     """JSON for dicts, dataclasses, msgspec structs and pydantic models.
 
@@ -52,10 +60,11 @@ class JSONCodec:
     def encode(self, event: object) -> bytes:
         """Return compact UTF-8 JSON."""
         try:
-            if hasattr(event, "model_dump_json"):
-                return cast("str", event.model_dump_json()).encode()
-            if _is_struct(event):
-                return cast("bytes", sys.modules["msgspec"].json.encode(event))
+            if type(event) is not dict:  # the most common event takes the quick way
+                if isinstance(event, _Model):
+                    return event.model_dump_json().encode()
+                if _is_struct(event):
+                    return cast("bytes", sys.modules["msgspec"].json.encode(event))
             text = json.dumps(event, default=_plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
             return text.encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -66,10 +75,9 @@ class JSONCodec:
         try:
             return cast("object", json.loads(payload, parse_constant=_refuse))
         except (ValueError, RecursionError) as error:
-            # The error holds the payload, and so is not chained: a traceback ends up in logs.
             raise DecodeError(
                 f"the payload is not JSON ({type(error).__name__}); decode it with the codec that encoded it"
-            ) from None
+            ) from error
 
 
 def type_name(event: object) -> str:
@@ -96,7 +104,7 @@ def _refuse(constant: str) -> object:
 def _plain(value: object) -> Any:  # noqa: ANN401 -- json takes whatever this returns
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-    if hasattr(value, "model_dump"):
+    if isinstance(value, _Model):
         return value.model_dump(mode="json")
     if _is_struct(value):
         return sys.modules["msgspec"].to_builtins(value)

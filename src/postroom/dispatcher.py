@@ -158,10 +158,11 @@ class Dispatcher:
         if self._loop is not None:
             raise ConfigurationError("a dispatcher runs once; make a new one to run again")
         self._loop = asyncio.get_running_loop()
-        released = 0
+        released, opened = 0, False
         try:
+            opening = persist("open", self._store.open, self._tell, only=StoreUnavailableError, until=self._stopping)
+            opened = bool(await opening)
             async with asyncio.TaskGroup() as self._group:
-                await persist("open", self._store.open, self._tell, only=StoreUnavailableError, until=self._stopping)
                 self._tell(events.Started(self.worker, self._store.namespace))
                 services = [
                     self._group.create_task(service)
@@ -180,6 +181,8 @@ class Dispatcher:
                     for service in services:
                         service.cancel()
         finally:
+            if opened:
+                await self._store.close()
             self._tell(events.Stopped(self.worker, released))
             self._stopped.set()
 

@@ -8,7 +8,7 @@ import time as clock
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final
+from typing import Final, cast
 from uuid import UUID
 
 from .errors import (
@@ -115,15 +115,7 @@ class Limits:
 
 def validate(message: Message, limits: Limits, *, opaque_dedupe_keys: bool = False) -> None:
     """Raise the error that names the first thing wrong with a message."""
-    if not _is_name(message.topic, MAX_TOPIC):
-        raise InvalidTopicError(message.topic, MAX_TOPIC)
-    if message.key is not None and not _is_name(message.key, MAX_KEY):
-        raise InvalidKeyError(message.key, MAX_KEY)
-    if message.dedupe_key is not None and not _is_name(message.dedupe_key, MAX_KEY):
-        raise InvalidDedupeKeyError(message.dedupe_key, MAX_KEY)
-    for name, text in (("type", message.type), ("content_type", message.content_type)):
-        if not _is_name(text, MAX_KEY):
-            raise InvalidMessageError(f"{bad_text(name, text, MAX_KEY)}; pass {name}= to add()")
+    _validate_names(message)
     _validate_types(message)
     if len(message.payload) > limits.payload:
         raise PayloadTooLargeError(len(message.payload), limits.payload)
@@ -143,29 +135,46 @@ def _is_name(text: object, longest: int) -> bool:
     return isinstance(text, str) and 0 < len(text) <= longest and text == text.strip() and not _UNSAFE.search(text)
 
 
+def _validate_names(message: Message) -> None:
+    if not _is_name(message.topic, MAX_TOPIC):
+        raise InvalidTopicError(message.topic, MAX_TOPIC)
+    if message.key is not None and not _is_name(message.key, MAX_KEY):
+        raise InvalidKeyError(message.key, MAX_KEY)
+    if message.dedupe_key is not None and not _is_name(message.dedupe_key, MAX_KEY):
+        raise InvalidDedupeKeyError(message.dedupe_key, MAX_KEY)
+    for name, text in (("type", message.type), ("content_type", message.content_type)):
+        if not _is_name(text, MAX_KEY):
+            raise InvalidMessageError(f"{bad_text(name, text, MAX_KEY)}; pass {name}= to add()")
+
+
 def _validate_types(message: Message) -> None:
     """Refuse what a type checker would: a library's own error about it may show the payload."""
-    if not isinstance(message.payload, bytes):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+    _require("payload", message.payload, bytes)
+    _require("id", message.id, UUID)
+    if message.tenant_id is not None:
+        _require("tenant_id", message.tenant_id, UUID)
+
+
+def _require(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
         raise InvalidMessageError(
-            f"the payload of a Message is bytes, not {type(message.payload).__qualname__}; encode it first"
+            f"the {name} of a message is {kind.__name__}, not {type(value).__qualname__}; convert it first"
         )
-    for name, value in (("id", message.id), ("tenant_id", message.tenant_id or message.id)):
-        if not isinstance(value, UUID):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
-            raise InvalidMessageError(f"{name} is a UUID, not {type(value).__qualname__}; pass uuid.UUID(...)")
 
 
-def _validate_headers(headers: Mapping[str, str], limits: Limits) -> None:
-    if not isinstance(headers, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+def _validate_headers(given: object, limits: Limits) -> None:
+    if not isinstance(given, Mapping):
         raise InvalidHeaderError("headers", "pass a mapping of names to text")
+    headers = cast("Mapping[object, object]", given)
     if len(headers) > limits.headers:
         raise InvalidHeaderError(
-            f"{len(headers)} headers", f"at most {limits.headers} are allowed; put data into the payload"
+            f"number {len(headers)}", f"at most {limits.headers} are allowed; put data into the payload"
         )
     size = 0
     for name, value in headers.items():
-        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
             raise InvalidHeaderError(f"name {shown(name)}", "use 1 to 128 of A-Z a-z 0-9 and !#$%&'*+.^_`|~-")
-        if not isinstance(value, str) or _UNSAFE.search(value):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
+        if not isinstance(value, str) or _UNSAFE.search(value):
             raise InvalidHeaderError(f"value of {name}", "use text without control characters, CR and LF among them")
         size += len(name) + len(value.encode())
     if size > limits.header_bytes:

@@ -234,7 +234,7 @@ class Outbox:
                 f"add() takes no {_listed(options.keys() - _OPTIONS)}; it takes {_listed(_OPTIONS)}"
             )
         given = isinstance(event, Message)
-        message = self._given(event, options) if given else self._made(event, options)
+        message = self._given(event, options) if isinstance(event, Message) else self._made(event, options)
         validate(message, self.limits, opaque_dedupe_keys=self.opaque_dedupe_keys)
         if "due_at" not in options and "delay" not in options:
             return Addition(message, given=given)
@@ -252,11 +252,10 @@ class Outbox:
         if topic is None:
             raise InvalidMessageError("add() needs topic= for an event that is not a Message")
         if isinstance(event, bytes | bytearray | memoryview):
-            payload, kind, content_type = bytes(event), topic, "application/octet-stream"
+            payload, kind, content_type = bytes(cast("bytes", event)), topic, "application/octet-stream"
         else:
             payload, content_type = self._encode(event), self.codec.content_type
             kind = topic if isinstance(event, Mapping) else type_name(event)
-        headers = options.get("headers")
         return Message(
             topic=topic,
             payload=payload,
@@ -264,8 +263,7 @@ class Outbox:
             key=options.get("key"),
             namespace=self.namespace,
             content_type=options.get("content_type") or content_type,
-            # A copy: the caller may change its own before an async add is awaited.
-            headers=dict(headers) if isinstance(headers, Mapping) else headers or {},
+            headers=_copied(options.get("headers") or {}),
             tenant_id=options.get("tenant_id"),
             dedupe_key=options.get("dedupe_key"),
         )
@@ -276,9 +274,14 @@ class Outbox:
         return self.codec.encode(event)
 
 
-def _validate_due(due_at: datetime | None, delay: timedelta) -> None:
-    if not isinstance(due_at, datetime | None) or not isinstance(delay, timedelta):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
-        raise InvalidDueTimeError("due_at is a datetime, delay a timedelta")
+def _copied(headers: Mapping[str, str]) -> Mapping[str, str]:
+    # The caller may change its own before an async add is awaited.
+    return dict(headers) if isinstance(cast("object", headers), Mapping) else headers
+
+
+def _validate_due(due_at: object, delay: object) -> None:
+    if not isinstance(due_at, datetime | None) or not isinstance(delay, timedelta):
+        raise InvalidDueTimeError("due_at is a datetime and delay a timedelta; convert them first")
     if delay < _NO_DELAY:
         raise InvalidDueTimeError(f"delay={delay} is in the past; leave it out to deliver at once")
     if delay > _MAX_DELAY:
@@ -298,7 +301,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _writer(connection: object) -> Writer:
-    find = _finder(type(connection))
+    find = _finder(type(connection))  # type: ignore[arg-type]  # mypy takes a class for unhashable
     writer = None if find is None else find(connection)
     if writer is None:
         is_pool = not _POOLS.isdisjoint(base.__name__ for base in type(connection).__mro__)

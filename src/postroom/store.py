@@ -129,8 +129,11 @@ class Store(Protocol):
     #: How long delivered messages stay; zero deletes them when they are settled.
     keep_delivered: timedelta
 
-    async def open(self) -> None:
-        """Connect, and check that the schema is there; to call it again does nothing."""
+    async def open(self) -> bool:
+        """Connect, and check that the schema is there; tell whether the store was closed before.
+
+        Who opened a store closes it: a dispatcher leaves a store open that was open when it began.
+        """
         ...
 
     async def close(self) -> None:

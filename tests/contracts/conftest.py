@@ -6,10 +6,10 @@ import asyncio
 import sqlite3
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, LiteralString, TypeAlias, cast
+from typing import Any, Generic, Literal, LiteralString, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 from uuid import UUID, uuid4
 
@@ -27,7 +27,7 @@ from postroom.testing.contracts import StoredRow, StoreHarness  # noqa: E402
 #: Makes a harness on an empty store, in the event loop that is running.
 MakeHarness: TypeAlias = Callable[[], Awaitable[StoreHarness]]
 
-MICROSECOND = timedelta(microseconds=1)
+C = TypeVar("C")
 
 
 class MemoryHarness(StoreHarness):
@@ -152,6 +152,20 @@ def to_uuid(value: UUID | str | bytes) -> UUID:
     return UUID(bytes=value) if isinstance(value, bytes) else UUID(value)
 
 
+class Idle(Generic[C]):
+    """Connections that are used again, since to connect takes longer than most of what tests do."""
+
+    def __init__(self, connect: Callable[[], Awaitable[C]]) -> None:
+        self._connect = connect
+        self.connections: list[C] = []
+
+    @asynccontextmanager
+    async def borrow(self) -> AsyncIterator[C]:
+        connection = self.connections.pop() if self.connections else await self._connect()
+        yield connection
+        self.connections.append(connection)
+
+
 class SQLiteHarness(SQLHarness):
     from_now = "{} - CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
     shifted = "{} - %s"
@@ -183,12 +197,23 @@ class PostgresHarness(SQLHarness):
     shifted = "{} - make_interval(secs => %s::float8 / 1000)"
     broken_headers = "[]"  # the column takes JSON only
 
-    def __init__(self, dsn: str, driver: str) -> None:
-        super().__init__(lambda **options: PostgresStore(dsn, driver=driver, **options))  # type: ignore[arg-type]  # one of two words
+    def __init__(self, dsn: str, driver: Literal["asyncpg", "psycopg"]) -> None:
+        super().__init__(lambda **options: PostgresStore(dsn, driver=driver, **options))
         self._dsn = dsn
+        self._psycopg = Idle(lambda: psycopg.AsyncConnection.connect(dsn))
+
+    @asynccontextmanager
+    async def psycopg_transaction(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[Any, ...]]]:
+        async with self._psycopg.borrow() as connection:
+            try:
+                yield connection
+                await connection.commit()
+            except BaseException:
+                await connection.close()
+                raise
 
     async def execute(self, sql: LiteralString, *params: object) -> Sequence[Sequence[Any]]:
-        async with await psycopg.AsyncConnection.connect(self._dsn) as connection:
+        async with self.psycopg_transaction() as connection:
             cursor = await connection.execute(sql, params)
             return await cursor.fetchall() if cursor.description else []
 
@@ -197,18 +222,9 @@ class PostgresHarness(SQLHarness):
         assert isinstance(store, PostgresStore)
         store.notify()
 
-
-class AsyncpgHarness(PostgresHarness):
-    def __init__(self, dsn: str) -> None:
-        super().__init__(dsn, "asyncpg")
-
-    @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[Any]:
-        connection = await asyncpg.connect(self._dsn)
-        try:
-            async with connection.transaction():
-                yield connection
-        finally:
+    async def close(self) -> None:
+        await super().close()
+        for connection in self._psycopg.connections:
             await connection.close()
 
 
@@ -216,10 +232,29 @@ class PsycopgHarness(PostgresHarness):
     def __init__(self, dsn: str) -> None:
         super().__init__(dsn, "psycopg")
 
+    def transaction(self) -> AbstractAsyncContextManager[Any]:
+        return self.psycopg_transaction()
+
+
+class AsyncpgHarness(PostgresHarness):
+    def __init__(self, dsn: str) -> None:
+        super().__init__(dsn, "asyncpg")
+        self._asyncpg: Idle[asyncpg.Connection[Any]] = Idle(lambda: asyncpg.connect(dsn))
+
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
-        async with await psycopg.AsyncConnection.connect(self._dsn) as connection:
-            yield connection
+        async with self._asyncpg.borrow() as connection:
+            try:
+                async with connection.transaction():
+                    yield connection
+            except BaseException:
+                await connection.close()
+                raise
+
+    async def close(self) -> None:
+        await super().close()
+        for connection in self._asyncpg.connections:
+            await connection.close()
 
 
 class MariaDBHarness(SQLHarness):
@@ -229,23 +264,30 @@ class MariaDBHarness(SQLHarness):
     def __init__(self, dsn: str) -> None:
         super().__init__(lambda **options: MySQLStore(dsn, **options))
         url = urlsplit(dsn)
-        self._options = {"host": url.hostname, "port": url.port, "user": url.username, "db": url.path[1:]}
+        options = {"host": url.hostname, "port": url.port, "user": url.username, "db": url.path[1:]}
+        self._asyncmy: Idle[Any] = Idle(lambda: asyncmy.connect(**options))
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
-        connection = await asyncmy.connect(**self._options)
-        try:
-            await connection.begin()
-            yield connection
-            await connection.commit()
-        finally:
-            connection.close()
+        async with self._asyncmy.borrow() as connection:
+            try:
+                await connection.begin()
+                yield connection
+                await connection.commit()
+            except BaseException:
+                connection.close()
+                raise
 
     async def execute(self, sql: LiteralString, *params: object) -> Sequence[Sequence[Any]]:
         async with self.transaction() as connection, connection.cursor() as cursor:
             await cursor.execute(sql, params or None)
             rows: Sequence[Sequence[Any]] = await cursor.fetchall() if cursor.description else ()
             return rows
+
+    async def close(self) -> None:
+        await super().close()
+        for connection in self._asyncmy.connections:
+            connection.close()
 
     def stored(self, identity: UUID) -> bytes:
         return identity.bytes

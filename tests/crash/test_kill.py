@@ -7,10 +7,11 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -153,9 +154,6 @@ async def _is_drained(store: PostgresStore | SQLiteStore) -> bool:
 @pytest.mark.timeout(180)
 async def test_a_message_that_kills_its_worker_ends_dead_and_takes_nobody_with_it(tmp_path: Path) -> None:
     """G9: crashes count as attempts; the neighbours of the poison are all delivered in spite of it."""
-    import sqlite3  # noqa: PLC0415
-    from contextlib import closing  # noqa: PLC0415
-
     path, journal = tmp_path / "outbox.sqlite3", tmp_path / "journal"
     store = SQLiteStore(path)
     await store.apply_schema()

@@ -43,7 +43,7 @@ class LinesBroker:
     def stdout(cls) -> LinesBroker:
         """Return a broker that owns standard output."""
         # Unbuffered, because a buffer that a thread is stuck in would keep the process from ending.
-        return cls(open(1, "wb", buffering=0, closefd=False))  # noqa: SIM115, PTH123 -- it is not ours to close
+        return cls(open(1, "wb", buffering=0, closefd=False))
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Write a batch of lines."""

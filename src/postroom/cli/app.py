@@ -16,20 +16,24 @@ from .status import status
 
 __all__ = ["app"]
 
-FAILED = 1
-MISUSED = 2
-
 
 class Failure(click.ClickException):
     """An error of postroom, told in one line with what to do about it."""
 
+    exit_code = 1
+
     def __init__(self, error: PostroomError) -> None:
         super().__init__(" ".join(str(error).split()) or type(error).__name__)
-        self.exit_code = MISUSED if isinstance(error, ConfigurationError) else FAILED
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the line."""
         click.echo(f"postroom: {self.message}", file=file, err=file is None)
+
+
+class Misuse(Failure):
+    """An error that only other settings can mend."""
+
+    exit_code = 2
 
 
 class App(click.Group):
@@ -40,13 +44,17 @@ class App(click.Group):
         try:
             return super().invoke(ctx)
         except PostroomError as error:
-            raise Failure(error) from error
+            raise _failure(error) from error
         except BaseExceptionGroup as group:
             # Task groups wrap what their tasks raise, even if it is one error.
-            error = next((leaf for leaf in _leaves(group) if isinstance(leaf, PostroomError)), None)
-            if error is None:
+            told = next((leaf for leaf in _leaves(group) if isinstance(leaf, PostroomError)), None)
+            if told is None:
                 raise
-            raise Failure(error) from group
+            raise _failure(told) from group
+
+
+def _failure(error: PostroomError) -> Failure:
+    return Misuse(error) if isinstance(error, ConfigurationError) else Failure(error)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

@@ -30,7 +30,9 @@ ELSEWHERE = 1.0
 
 
 @click.command()
-@click.option("--seconds", type=click.FloatRange(1, 600), default=20, show_default=True, help="How long orders come in.")
+@click.option(
+    "--seconds", type=click.FloatRange(1, 600), default=20, show_default=True, help="How long orders come in."
+)
 @as_json
 def demo(*, seconds: float, as_json: bool) -> None:
     """Run a small shop that loses its broker for a while, and count what arrived.

@@ -45,7 +45,12 @@ LAST_SECOND = 1.0
 )
 @option("--backoff-base", type=Duration(), default=show_duration(Backoff().base), help="The wait after one failure.")
 @option("--backoff-max", type=Duration(), default=show_duration(Backoff().max), help="What doubling waits end at.")
-@option("--keep-delivered", type=Duration(), default=show_duration(WEEK), help="How long delivered messages stay; 0s deletes at once.")
+@option(
+    "--keep-delivered",
+    type=Duration(),
+    default=show_duration(WEEK),
+    help="How long delivered messages stay.",
+)
 @click.option("--once", is_flag=True, help="Deliver what is due, then exit: 0 if all of it went out, 1 if not.")
 @click.option("--verbose", "-v", is_flag=True, help="Tell every event, not only what matters to an operator.")
 @click.option("--json", "as_json", is_flag=True, help="Tell events as lines of JSON, on stdout if that is free.")
@@ -115,7 +120,9 @@ class EventLog:
         level = logging.getLevelName(event.level).lower()
         fields = {name: _plain(value) for name, value in asdict(event).items()}
         if self._as_json:
-            line = json.dumps({"time": now, "level": level, "event": type(event).__name__, "text": event.text, **fields})
+            line = json.dumps(
+                {"time": now, "level": level, "event": type(event).__name__, "text": event.text, **fields}
+            )
         else:
             line = " ".join([now, level, event.text, *(f"{name}={value}" for name, value in fields.items())])
         with suppress(BrokenPipeError):  # nobody reads the log any more; messages go on

@@ -8,11 +8,12 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from uuid import UUID
 
 import click
@@ -29,20 +30,28 @@ __all__ = [
     "echo_json",
     "new_event_loop",
     "option",
+    "run",
     "show_duration",
     "store_options",
     "table_options",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
-class Duration(click.ParamType):
+# Generic for type checkers only: older releases cannot be subscripted.
+if TYPE_CHECKING:
+    DurationType = click.ParamType[timedelta]
+    AnyType = click.ParamType[Any]
+else:
+    DurationType = AnyType = click.ParamType
+
+
+class Duration(DurationType):
     """A length of time, such as 500ms, 30s, 5m, 2h or 7d."""
 
     name = "duration"
@@ -52,12 +61,10 @@ class Duration(click.ParamType):
         if isinstance(value, timedelta):
             return value
         read = _DURATION.fullmatch(str(value).strip())
-        try:
+        with suppress(OverflowError):
             if read:
                 return timedelta(seconds=float(read[1]) * _UNITS[read[2]])
-        except OverflowError:
-            pass
-        self.fail(f"{value!r} is no duration; write a number and a unit: 500ms, 30s, 5m, 2h, 7d", param, ctx)
+        return self.fail(f"{value!r} is no duration; write a number and a unit: 500ms, 30s, 5m, 2h, 7d", param, ctx)
 
 
 def show_duration(duration: timedelta) -> str:
@@ -104,12 +111,12 @@ def table_options(command: F) -> F:
     return option("--table", default="postroom_outbox", help="The name of the outbox table.")(command)
 
 
-def store_options(command: Callable[P, R]) -> Callable[..., R]:
+def store_options(command: Callable[..., R]) -> Callable[..., R]:
     """Add the options that say where the store is, and pass them on as ``store_options``."""
 
     @functools.wraps(command)
     def with_store(*args: Any, store: str, namespace: str, table: str, schema: str | None, **rest: Any) -> R:  # noqa: ANN401
-        chosen: Any = StoreOptions(url=store, namespace=namespace, table=table, schema=schema)
+        chosen = StoreOptions(url=store, namespace=namespace, table=table, schema=schema)
         return command(*args, store_options=chosen, **rest)
 
     with_table = table_options(with_store)
@@ -148,7 +155,7 @@ def _documented(function: Callable[..., object]) -> dict[str, str]:
     return {name: text for name, text in re.findall(r"^ {4}(\w+): (.+)$", arguments, re.MULTILINE)}  # noqa: C416
 
 
-def _type(hint: Any) -> click.ParamType:  # noqa: ANN401 -- a type as it was written
+def _type(hint: Any) -> AnyType:  # noqa: ANN401 -- a type as it was written
     if get_origin(hint) in {UnionType, Union}:
         hint = next(choice for choice in get_args(hint) if choice is not type(None))
     if get_origin(hint) is Literal:
@@ -177,4 +184,5 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         import uvloop  # noqa: PLC0415 -- an extra
     except ImportError:
         return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

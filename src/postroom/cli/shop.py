@@ -8,7 +8,7 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -47,13 +47,17 @@ class StumblingBroker(MemoryBroker):
     """A broker that now and then refuses a message at its first attempt."""
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        """Confirm a batch up to where it stumbles."""
-        stumble = next((i for i, m in enumerate(messages) if m.attempt == 1 and random.random() < 1 / STUMBLES), None)
-        if stumble is None:
-            return await super().publish(messages)
-        # What comes after it is not sent, so that nothing can overtake it.
-        confirmed = await super().publish(messages[:stumble])
-        return [*confirmed, Retry("the broker stumbled"), *[None] * (len(messages) - stumble - 1)]
+        """Confirm a batch, except what it stumbles over and what must not overtake that."""
+        held_back: set[str | None] = set()
+        stumbled: dict[UUID, Retry | None] = {}
+        for message in messages:
+            if message.key in held_back:
+                stumbled[message.id] = None
+            elif message.attempt == 1 and random.random() < 1 / STUMBLES:
+                held_back.add(message.key)
+                stumbled[message.id] = Retry("the broker stumbled")
+        confirmed = iter(await super().publish([message for message in messages if message.id not in stumbled]))
+        return [stumbled[message.id] if message.id in stumbled else next(confirmed) for message in messages]
 
 
 @dataclass(slots=True)
@@ -159,7 +163,7 @@ class Shop:
     async def _drain(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE.total_seconds()):
-                while (stats := await self.stats()).pending or stats.processing:
+                while (stats := await self.stats()).pending or stats.processing:  # noqa: ASYNC110 -- only asking tells
                     await asyncio.sleep(0.05)
 
     # -- a desk, on a thread of its own ---------------------------------------------------------------------------
@@ -192,7 +196,7 @@ class Shop:
         return sqlite3.connect(self._path, timeout=PATIENCE.total_seconds(), isolation_level=None)
 
     @contextmanager
-    def _transaction(self, connection: sqlite3.Connection) -> Iterator[None]:
+    def _transaction(self, connection: sqlite3.Connection) -> Generator[None]:
         connection.execute("BEGIN IMMEDIATE")
         try:
             yield

@@ -34,7 +34,7 @@ class Verdict:
     recovered: bool
 
     @classmethod
-    def count(  # noqa: PLR0913 -- one for each source
+    def count(
         cls,
         *,
         committed: Sequence[UUID],

@@ -73,8 +73,9 @@ class MemoryStore:
             raise
         transaction.commit()
 
-    async def open(self) -> None:
-        """Do nothing."""
+    async def open(self) -> bool:
+        """Do nothing: it is open as long as it exists."""
+        return False
 
     async def close(self) -> None:
         """Do nothing."""

@@ -60,7 +60,7 @@ class Claiming(Wording):
         due = yield self.query(self._due_keys, limit=window, **params)
         keys = list(dict.fromkeys((row[0], row[1]) for row in (*expired.rows, *due.rows)))
         claimed = yield from self._claim_runs(keys, limit, params, terms)
-        if len(claimed) < limit and len(due.rows) == window:
+        if len(claimed) < limit and window in {len(expired.rows), len(due.rows)}:
             # Followers of keys that wait may fill the whole window; behind them there may be keys that could go.
             walked = yield from self._walk_keys(namespace, window, walk)
             seen = set(keys)
@@ -168,35 +168,35 @@ class Claiming(Wording):
         "status = 'processing' AND locked_until < {now} AND attempts < :suspect_after AND {of_tenant} AND {of_topic}"
     )
     _due: ClassVar[str] = f"""
-        SELECT {columns} FROM {{outbox}}
+        SELECT {columns} FROM {{outbox}}{{by_due}}
         WHERE namespace = :namespace AND {{loose}} AND {is_due}
         ORDER BY next_attempt_at, seq LIMIT :limit{{locking}}
         """
     _expired: ClassVar[str] = f"""
-        SELECT {columns} FROM {{outbox}}
+        SELECT {columns} FROM {{outbox}}{{by_lease}}
         WHERE namespace = :namespace AND {{loose}} AND {is_expired}
         ORDER BY locked_until, seq LIMIT :limit{{locking}}
         """
     _due_keys: ClassVar[str] = f"""
-        SELECT topic, {{key}} FROM {{outbox}}
+        SELECT topic, {{key}} FROM {{outbox}}{{by_due}}
         WHERE namespace = :namespace AND {{ordered}} AND {is_due}
         ORDER BY next_attempt_at, seq LIMIT :limit
         """
     _expired_keys: ClassVar[str] = f"""
-        SELECT topic, {{key}} FROM {{outbox}}
+        SELECT topic, {{key}} FROM {{outbox}}{{by_lease}}
         WHERE namespace = :namespace AND {{ordered}} AND {is_expired}
         ORDER BY locked_until, seq LIMIT :limit
         """
     #: That no dead message stands before ``head`` in its key, unless dead ones are passed over.
     not_blocked: ClassVar[str] = """
         ({skip_dead} OR NOT EXISTS (
-            SELECT 1 FROM {outbox} AS dead
+            SELECT 1 FROM {outbox} AS dead{by_dead}
             WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
               AND dead.{key} = head.{key} AND dead.seq < head.seq))
         """
     _run: ClassVar[str] = f"""
         SELECT id, (({is_due}) OR ({is_expired})) AND {not_blocked} AS eligible
-        FROM {{outbox}} AS head
+        FROM {{outbox}} AS head{{by_key}}
         WHERE {{unsettled}} AND namespace = :namespace AND topic = :topic AND {{key}} = :key
         ORDER BY seq LIMIT :length
         """
@@ -209,15 +209,15 @@ class Claiming(Wording):
           AND attempts >= :suspect_after AND attempts < :max_attempts AND {{of_tenant}} AND {{of_topic}}
           AND {not_blocked}
           AND NOT EXISTS (
-            SELECT 1 FROM {{outbox}} AS earlier
-            WHERE earlier.status IN ('pending', 'processing') AND earlier.namespace = head.namespace
+            SELECT 1 FROM {{outbox}} AS earlier{{by_key}}
+            WHERE {{unsettled}} AND earlier.namespace = head.namespace
               AND earlier.topic = head.topic AND earlier.{{key}} = head.{{key}} AND earlier.seq < head.seq)
         ORDER BY locked_until, seq LIMIT 1{{locking}}
         """
-    _suspect: ClassVar[str] = f"SELECT {columns} FROM {{outbox}} AS head {suspect}"
+    _suspect: ClassVar[str] = f"SELECT {columns} FROM {{outbox}} AS head{{by_lease}} {suspect}"
     _next_key: ClassVar[str] = """
-        SELECT topic, {key} FROM {outbox}
-        WHERE {unsettled} AND namespace = :namespace AND (topic > :topic OR (topic = :topic AND {key} > :key))
+        SELECT topic, {key} FROM {outbox}{by_key}
+        WHERE {unsettled} AND namespace = :namespace AND (topic, {key}) > (:topic, :key)
         ORDER BY topic, {key} LIMIT 1
         """
 

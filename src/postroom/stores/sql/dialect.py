@@ -40,7 +40,7 @@ class Dialect(Adding, Claiming, Settling):
         """Bury messages without an attempt left."""
         count = 0
         for text, reason in self._hopeless:
-            found = yield self.query(text, namespace=namespace, max_attempts=terms.max_attempts, chunk=CHUNK)
+            found = yield self.query(text, namespace=namespace, max_attempts=terms.max_attempts)
             if found.rows:
                 buried = yield self.sql(
                     """
@@ -55,17 +55,17 @@ class Dialect(Adding, Claiming, Settling):
                 count += buried.count
         return count
 
-    _crashed: ClassVar[str] = """
-        SELECT id FROM {outbox}
-        WHERE namespace = :namespace AND status = 'processing' AND locked_until < {now} AND attempts >= :max_attempts
-        ORDER BY locked_until LIMIT :chunk{locking}
+    _crashed: ClassVar[str] = f"""
+        SELECT id FROM {{outbox}}{{by_lease}}
+        WHERE namespace = :namespace AND status = 'processing' AND locked_until < {{now}} AND attempts >= :max_attempts
+        ORDER BY locked_until LIMIT {CHUNK}{{locking}}
         """
     # Only the front of what is due is looked at: claims pass over such rows, so they gather there.
-    _spent: ClassVar[str] = """
+    _spent: ClassVar[str] = f"""
         SELECT id FROM (
-            SELECT id, attempts FROM {outbox}
-            WHERE namespace = :namespace AND {lane} AND status = 'pending' AND next_attempt_at <= {now}
-            ORDER BY next_attempt_at, seq LIMIT :chunk) AS front
+            SELECT id, attempts FROM {{outbox}}{{by_due}}
+            WHERE namespace = :namespace AND {{lane}} AND status = 'pending' AND next_attempt_at <= {{now}}
+            ORDER BY next_attempt_at, seq LIMIT {CHUNK}) AS front
         WHERE attempts >= :max_attempts
         """
     #: What finds messages without an attempt left, and why they are dead if they do not say it themselves.
@@ -93,9 +93,8 @@ class Dialect(Adding, Claiming, Settling):
         for status, where in self._counted:
             counted = yield self.query(
                 "SELECT count(*) FROM (SELECT 1 AS one FROM {outbox} "
-                f"WHERE namespace = :namespace AND {where} LIMIT :ceiling) AS counted",
+                f"WHERE namespace = :namespace AND {where} LIMIT {CEILING}) AS counted",
                 namespace=namespace,
-                ceiling=CEILING,
             )
             counts[status] = min(counts.get(status, 0) + counted.rows[0][0], CEILING)
         oldest = yield self.query(self._oldest, namespace=namespace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+from ...broker import MAX_ERROR
 from ...store import Claim, Dead, Delivered, Release, Retry, Settlement
 from .statement import Script, Statement
 from .wording import Wording
@@ -38,10 +39,14 @@ class Settling(Wording):
         delivered = [s.claim for s in settlements if isinstance(s.outcome, Delivered)]
         if delivered:
             yield self._deliver(delivered, keep=keep_delivered)
-        retried = [(s.claim, s.outcome) for s in settlements if isinstance(s.outcome, Retry)]
+        retried = [
+            (s.claim, Retry(_storable(s.outcome.error), s.outcome.delay))
+            for s in settlements
+            if isinstance(s.outcome, Retry)
+        ]
         if retried:
             yield self._retry(retried)
-        dead = [(s.claim, s.outcome.error) for s in settlements if isinstance(s.outcome, Dead)]
+        dead = [(s.claim, _storable(s.outcome.error)) for s in settlements if isinstance(s.outcome, Dead)]
         if dead:
             yield self._bury(dead)
         released = [(s.claim, s.outcome.delay) for s in settlements if isinstance(s.outcome, Release)]
@@ -107,3 +112,8 @@ def is_lost(settlement: Settlement, state: tuple[int, str] | None) -> bool:
         # Only delivered messages are ever deleted.
         return not isinstance(settlement.outcome, Delivered)
     return state != (settlement.claim.message.token, _SETTLED[type(settlement.outcome)])
+
+
+def _storable(error: str) -> str:
+    """Return an error that every database takes: one that it refused would keep a whole batch from being settled."""
+    return error[:MAX_ERROR].replace("\x00", " ").encode(errors="replace").decode()

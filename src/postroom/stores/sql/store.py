@@ -92,11 +92,13 @@ class SQLStore:
         """Leave out where the database is: its URL may hold a password."""
         return f"{type(self).__name__}(namespace={self.namespace!r}, table={self._dialect.names.table!r})"
 
-    async def open(self) -> None:
-        """Connect, and check server and schema."""
-        if not self._is_open:
-            await self._run(self._opening(), atomic=False)
-            self._is_open = True
+    async def open(self) -> bool:
+        """Connect, and check server and schema; tell whether the store was closed before."""
+        if self._is_open:
+            return False
+        await self._run(self._opening(), atomic=False)
+        self._is_open = True
+        return True
 
     def _opening(self) -> Script[None]:
         server = yield from self._dialect.probe()
@@ -155,9 +157,17 @@ class SQLStore:
                 identity = self._dialect.to_uuid(row[0])
             except (ValueError, TypeError):
                 return None  # without its id nothing can be said of it; the sweep will bury it
-            return Claim(
-                Message(id=identity, topic="?", payload=b"", token=row[11], attempt=row[10]), broken=str(error)
+            # Topic and key tell the dispatcher which later messages a dead one holds back.
+            message = Message(
+                id=identity,
+                topic=str(row[1]),
+                key=row[3],
+                payload=b"",
+                namespace=self.namespace,
+                attempt=row[10],
+                token=row[11],
             )
+            return Claim(message, suspect, broken=str(error))
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Record what became of claims; return those that were lost."""
@@ -234,10 +244,10 @@ class PostgresStore(SQLStore):
         self._hints: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def open(self) -> None:
-        """Connect, and check server and schema."""
+    async def open(self) -> bool:
+        """Connect, and check server and schema; tell whether the store was closed before."""
         self._loop = asyncio.get_running_loop()
-        await super().open()
+        return await super().open()
 
     async def close(self) -> None:
         """Close all connections; hints that are on their way are dropped."""

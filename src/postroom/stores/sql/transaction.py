@@ -78,7 +78,8 @@ async def _sqlalchemy(opened: Foreign) -> AsyncGenerator[Foreign]:
 
 
 def _probe(holder: Foreign) -> None:
-    connection = holder.connection() if callable(holder.connection) else holder  # a session has a method of that name
+    is_session = hasattr(holder, "get_bind")
+    connection: Foreign = holder.connection() if is_session else holder
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql(_PROBE)
 

@@ -17,6 +17,10 @@ __all__ = ["Wording", "letters"]
 
 # A name in braces; the braces of JSON hold none.
 _WORD = re.compile(r"\{([a-z_]+)\}")
+_WORDS = (
+    *("now", "later", "earlier", "locking", "waiting", "loose", "ordered", "unsettled"),
+    *("of_tenant", "of_topic", "skip_dead", "by_due", "by_lease", "by_key", "by_dead"),
+)
 
 
 class Wording:
@@ -39,6 +43,11 @@ class Wording:
     of_tenant: ClassVar[str] = "(:tenant_id IS NULL OR tenant_id = :tenant_id)"
     of_topic: ClassVar[str] = "topic NOT IN :skip_topics"
     skip_dead: ClassVar[str] = ":skip_dead"
+    #: By which index a table is to be read, where the database does not find it by itself.
+    by_due: ClassVar[str] = ""
+    by_lease: ClassVar[str] = ""
+    by_key: ClassVar[str] = ""
+    by_dead: ClassVar[str] = ""
     #: Whether the scripts of claim and settle are one transaction or need none.
     atomic: ClassVar[bool] = True
 
@@ -65,20 +74,7 @@ class Wording:
 
     @property
     def _words(self) -> Mapping[str, str]:
-        return {
-            **self.identifiers,
-            "now": self.now,
-            "later": self.later,
-            "earlier": self.earlier,
-            "locking": self.locking,
-            "waiting": self.waiting,
-            "loose": self.loose,
-            "ordered": self.ordered,
-            "unsettled": self.unsettled,
-            "of_tenant": self.of_tenant,
-            "of_topic": self.of_topic,
-            "skip_dead": self.skip_dead,
-        }
+        return {**self.identifiers, **{name: getattr(self, name) for name in _WORDS}}
 
     def channel(self, namespace: str) -> str:
         """Return where hints about a namespace are sent, if the database can send any."""

@@ -73,9 +73,9 @@ def _first_of_each(added: list[Added]) -> list[Added]:
 
 
 def _explain(error: Exception, dialect: Dialect) -> None:
-    """Raise our error for the two failures with a remedy of ours; others are for the caller, as its library says them."""
+    """Raise our error for the failures that have a remedy of ours; others stay as the caller's library says them."""
     if hasattr(error, "hide_parameters"):
-        error.hide_parameters = True  # SQLAlchemy shows the payload otherwise
+        setattr(error, "hide_parameters", True)  # noqa: B010 -- SQLAlchemy shows the payload otherwise
     for cause in (error, getattr(error, "orig", None), error.__cause__):
         code = getattr(cause, "sqlstate", None) or (cause.args[0] if cause is not None and cause.args else None)
         if code == "25P02":

@@ -238,6 +238,21 @@ class OrderingContract:
 
         assert sorted(claimed) == [1000, 1001, 1002]
 
+    async def test_expired_leases_behind_a_dead_head_do_not_starve_another(self, harness: StoreHarness) -> None:
+        """G2, G6, S2-50: a worker that crashed in the middle of a long run leaves them behind."""
+        await harness.add(*[numbered(n, key="a") for n in range(60)])
+        run = await harness.store.claim(100, TERMS)
+        await harness.store.settle([Settlement(run[0], Dead("no"))])
+        await harness.advance(SECOND)
+        await harness.add(numbered(100, key="b"), numbered(101, key="A"))
+        assert sorted(numbers(await harness.store.claim(100, TERMS))) == [100, 101]
+        await harness.advance(MINUTE)
+
+        claimed = [number for _ in range(10) for number in numbers(await harness.store.claim(5, TERMS))]
+
+        assert len(run) == 60
+        assert sorted(claimed) == [100, 101]
+
     @staticmethod
     async def _claim_all(harness: StoreHarness) -> list[Claim]:
         claimed: list[Claim] = []

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ....outbox import Added, Addition
 from ....store import Claim, ClaimTerms, Retry, Settlement
 from ..claiming import RUN, WINDOW, Walk
-from ..dialect import CHUNK, Dialect, Server
+from ..dialect import Dialect, Server
 from ..settling import is_lost
 from ..statement import Row, Script, Statement
 
@@ -129,15 +129,19 @@ class PostgreSQL(Dialect):
                   attempts, token, seq
         """
     # MATERIALIZED keeps the planner from running the locking SELECT twice, which would take more than the limit.
+    # Rows are locked one by one as they are asked for, so the outer LIMIT says how many. The inner one is for the
+    # planner, which takes a LIMIT that it cannot know for a tenth of the table, and then sorts the backlog.
     _claim_loose: ClassVar[str] = f"""
         WITH expired AS MATERIALIZED (
             SELECT id FROM {{outbox}}
             WHERE namespace = :namespace::text AND {{loose}} AND {Dialect.is_expired}
             ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
         ), due AS MATERIALIZED (
-            SELECT id FROM {{outbox}}
-            WHERE namespace = :namespace AND {{loose}} AND {Dialect.is_due}
-            ORDER BY next_attempt_at, seq LIMIT :limit - (SELECT count(*) FROM expired) FOR UPDATE SKIP LOCKED
+            SELECT id FROM (
+                SELECT id FROM {{outbox}}
+                WHERE namespace = :namespace AND {{loose}} AND {Dialect.is_due}
+                ORDER BY next_attempt_at, seq LIMIT :limit FOR UPDATE SKIP LOCKED) AS first
+            LIMIT :limit - (SELECT count(*) FROM expired)
         ), chosen AS (
             SELECT id FROM expired UNION ALL SELECT id FROM due
         )
@@ -202,7 +206,7 @@ class PostgreSQL(Dialect):
                 WHERE namespace = :namespace AND {{ordered}} AND {Dialect.is_due}
                 ORDER BY next_attempt_at, seq LIMIT :window) AS first
         ), mark AS (
-            SELECT (SELECT count(*) FROM due) = :window AS is_full
+            SELECT :window IN ((SELECT count(*) FROM expired), (SELECT count(*) FROM due)) AS is_full
         ), keys AS MATERIALIZED (
             SELECT topic, {{key}}, min(turn) AS turn
             FROM (SELECT topic, {{key}}, 0 AS turn FROM expired UNION ALL SELECT * FROM due) AS either
@@ -341,7 +345,6 @@ class PostgreSQL(Dialect):
                 """,
                 namespace=namespace,
                 max_attempts=terms.max_attempts,
-                chunk=CHUNK,
                 reason=reason,
             )
             count += buried.count

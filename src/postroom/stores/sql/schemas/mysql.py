@@ -56,7 +56,7 @@ class MySQLSchema(Schema):
             UNIQUE KEY {seq} (seq),
             UNIQUE KEY {dedupe} (namespace, topic, dedupe_key),
             KEY {ready} (namespace, status, ordered, next_attempt_at, seq),
-            KEY {leased} (namespace, status, ordered, locked_until, seq),
+            KEY {leased} (namespace, status, locked_until, seq),
             KEY {keyed} (namespace, unsettled, topic, {key}, seq),
             KEY {dead} (namespace, status, topic, {key}, seq),
             KEY {delivered} (namespace, status, delivered_at),

@@ -7,9 +7,15 @@ from functools import lru_cache
 from typing import Final
 
 from ....outbox import Writer
-from ..writer import Connection
 from .drivers import Aiosqlite, Asyncmy, Asyncpg, Psycopg, PsycopgAsync, PyMySQL, SQLite3
-from .frameworks import Django, SQLAlchemyAsync, SQLAlchemyConnection, SQLAlchemyScopedSession, SQLAlchemySession
+from .frameworks import (
+    Django,
+    SQLAlchemyAsync,
+    SQLAlchemyAsyncScopedSession,
+    SQLAlchemyConnection,
+    SQLAlchemyScopedSession,
+    SQLAlchemySession,
+)
 
 __all__ = ["writer_for"]
 
@@ -27,15 +33,15 @@ _WRITERS: Final[Mapping[str, Writer]] = {
     "sqlalchemy.scoped_session": SQLAlchemyScopedSession(),
     "sqlalchemy.AsyncConnection": SQLAlchemyAsync(SQLAlchemyConnection()),
     "sqlalchemy.AsyncSession": SQLAlchemyAsync(SQLAlchemySession()),
-    "sqlalchemy.async_scoped_session": SQLAlchemyAsync(SQLAlchemySession()),
+    "sqlalchemy.async_scoped_session": SQLAlchemyAsyncScopedSession(SQLAlchemySession()),
     "django.ConnectionProxy": Django(),
     "django.BaseDatabaseWrapper": Django(),
 }
 
 
-def writer_for(connection: Connection) -> Writer | None:
+def writer_for(connection: object) -> Writer | None:
     """Return what writes through a connection, None if nothing does."""
-    return _writer_of(type(connection))
+    return _writer_of(type(connection))  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,14 @@ from ..statement import ParamStyle, Result, Statement
 from ..transaction import hint, hint_after_commit
 from ..writer import Connection, SyncWriter
 
-__all__ = ["Django", "SQLAlchemyAsync", "SQLAlchemyConnection", "SQLAlchemyScopedSession", "SQLAlchemySession"]
+__all__ = [
+    "Django",
+    "SQLAlchemyAsync",
+    "SQLAlchemyAsyncScopedSession",
+    "SQLAlchemyConnection",
+    "SQLAlchemyScopedSession",
+    "SQLAlchemySession",
+]
 
 
 class SQLAlchemyConnection(SyncWriter):
@@ -96,8 +103,19 @@ class SQLAlchemyAsync:
         def write(inner: Connection) -> list[Added] | Awaitable[list[Added]]:
             return self.writer.write(inner, additions, outbox, outside_transaction=outside_transaction)
 
-        added: list[Added] = await connection.run_sync(write)
+        added: list[Added] = await self.inner(connection).run_sync(write)
         return added
+
+    def inner(self, connection: Connection) -> Any:  # noqa: ANN401 -- a foreign session
+        """Return the connection or session itself."""
+        return connection
+
+
+class SQLAlchemyAsyncScopedSession(SQLAlchemyAsync):
+    """SQLAlchemy's ``async_scoped_session``."""
+
+    def inner(self, connection: Connection) -> Any:  # noqa: ANN401 -- a foreign session
+        return connection()
 
 
 class Django(SyncWriter):

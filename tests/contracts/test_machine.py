@@ -1,0 +1,51 @@
+"""Every store agrees with the reference model, whatever is done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from postroom.testing.contracts import StoreHarness
+from postroom.testing.machine import check_store
+
+MakeHarness = Callable[[], Awaitable[StoreHarness]]
+
+# A nightly run asks for many more programs by an environment variable.
+pytestmark = pytest.mark.timeout(3600)
+
+
+def test_the_memory_store_agrees_with_the_model(make_memory: MakeHarness) -> None:
+    """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: and the programs are no idle ones."""
+    seen = check_store(make_memory, examples=100)
+
+    wanted = {
+        "claimed again",
+        "delivered after death",
+        "duplicate",
+        "extended",
+        "late settlement",
+        "purged",
+        "run of a key",
+        "settlement known",
+        "settlement lost",
+        "settlement recorded",
+        "suspect",
+        "swept",
+    }
+    assert {name for name in wanted if not seen[name]} == set()
+
+
+def test_the_sqlite_store_agrees_with_the_model(make_sqlite: MakeHarness) -> None:
+    """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: on SQLite."""
+    assert check_store(make_sqlite, examples=40)["claimed"]
+
+
+def test_the_postgres_store_agrees_with_the_model(make_asyncpg: MakeHarness) -> None:
+    """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: on PostgreSQL."""
+    assert check_store(make_asyncpg, examples=25)["claimed"]
+
+
+def test_the_mysql_store_agrees_with_the_model(make_mariadb: MakeHarness) -> None:
+    """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: on MariaDB."""
+    assert check_store(make_mariadb, examples=15)["claimed"]

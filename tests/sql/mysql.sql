@@ -1,0 +1,251 @@
+-- Made by `make sql`; the schema comes first, then what is asked of it.
+
+CREATE TABLE IF NOT EXISTS `postroom_outbox` (
+    id BINARY(16) NOT NULL,
+    seq BIGINT NOT NULL AUTO_INCREMENT,
+    namespace VARCHAR(100) NOT NULL,
+    topic VARCHAR(249) NOT NULL,
+    type VARCHAR(255) NOT NULL,
+    `key` VARCHAR(255),
+    tenant_id BINARY(16),
+    dedupe_key VARCHAR(255),
+    payload LONGBLOB NOT NULL,
+    content_type VARCHAR(255) NOT NULL,
+    headers LONGTEXT NOT NULL,
+    status VARCHAR(10) NOT NULL DEFAULT 'pending',
+    attempts INT NOT NULL DEFAULT 0,
+    token BIGINT NOT NULL DEFAULT 0,
+    next_attempt_at DATETIME(6) NOT NULL,
+    locked_by BINARY(16),
+    locked_until DATETIME(6),
+    last_error TEXT,
+    created_at DATETIME(6) NOT NULL,
+    updated_at DATETIME(6) NOT NULL,
+    delivered_at DATETIME(6),
+    ordered TINYINT GENERATED ALWAYS AS (`key` IS NOT NULL) VIRTUAL,
+    unsettled TINYINT GENERATED ALWAYS AS
+    (CASE WHEN `key` IS NOT NULL AND status IN ('pending', 'processing') THEN 1 END) VIRTUAL,
+    PRIMARY KEY (id),
+    UNIQUE KEY `postroom_outbox_seq` (seq),
+    UNIQUE KEY `postroom_outbox_dedupe` (namespace, topic, dedupe_key),
+    KEY `postroom_outbox_ready` (namespace, status, ordered, next_attempt_at, seq),
+    KEY `postroom_outbox_leased` (namespace, status, locked_until, seq),
+    KEY `postroom_outbox_keyed` (namespace, unsettled, topic, `key`, seq),
+    KEY `postroom_outbox_dead` (namespace, status, topic, `key`, seq),
+    KEY `postroom_outbox_delivered` (namespace, status, delivered_at),
+    CONSTRAINT `postroom_outbox_status_check` CHECK (status IN ('pending', 'processing', 'delivered', 'dead')),
+    CONSTRAINT `postroom_outbox_worker_check` CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
+    CONSTRAINT `postroom_outbox_lease_check` CHECK ((locked_by IS NULL) = (locked_until IS NULL))
+) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+CREATE TABLE IF NOT EXISTS `postroom_outbox_lock` (number SMALLINT NOT NULL PRIMARY KEY) ENGINE=InnoDB;
+
+CREATE OR REPLACE VIEW `postroom_outbox_published` AS
+SELECT seq AS id, created_at, topic, type AS event_type,
+CASE WHEN content_type = 'application/json' THEN CONVERT(payload USING utf8mb4) END AS data,
+headers AS attributes, status = 'delivered' AS published
+FROM `postroom_outbox`;
+
+CREATE OR REPLACE VIEW `postroom_outbox_messages` AS
+SELECT id, payload, headers AS properties, created_at, delivered_at AS published_at, attempts, last_error,
+updated_at
+FROM `postroom_outbox`;
+
+CREATE TABLE IF NOT EXISTS `postroom_outbox_version` (
+    version INT NOT NULL PRIMARY KEY,
+    applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)
+) ENGINE=InnoDB;
+
+INSERT IGNORE INTO `postroom_outbox_version` (version) VALUES (1);
+
+-- add one message
+INSERT INTO `postroom_outbox_lock` (number) VALUES (:number) ON DUPLICATE KEY UPDATE number = number;
+
+-- add one message
+INSERT INTO `postroom_outbox` (id, namespace, topic, type, `key`, tenant_id, dedupe_key, payload, content_type, headers,
+  next_attempt_at, created_at, updated_at) VALUES
+(:id_a, :namespace_a, :topic_a, :type_a, :key_a, :tenant_id_a, :dedupe_key_a, :payload_a, :content_type_a, :headers_a,
+  COALESCE(:due_at_a, UTC_TIMESTAMP(6) + INTERVAL :delay_a MICROSECOND), UTC_TIMESTAMP(6), UTC_TIMESTAMP(6))
+ON DUPLICATE KEY UPDATE id = id;
+
+-- add one message
+SELECT id, topic, dedupe_key FROM `postroom_outbox` WHERE namespace = :namespace AND topic IN :topics
+  AND dedupe_key IN :keys LOCK IN SHARE MODE;
+
+-- add several messages
+INSERT INTO `postroom_outbox` (id, namespace, topic, type, `key`, tenant_id, dedupe_key, payload, content_type, headers,
+  next_attempt_at, created_at, updated_at) VALUES
+(:id_a, :namespace_a, :topic_a, :type_a, :key_a, :tenant_id_a, :dedupe_key_a, :payload_a, :content_type_a, :headers_a,
+  COALESCE(:due_at_a, UTC_TIMESTAMP(6) + INTERVAL :delay_a MICROSECOND), UTC_TIMESTAMP(6), UTC_TIMESTAMP(6)),
+(:id_b, :namespace_b, :topic_b, :type_b, :key_b, :tenant_id_b, :dedupe_key_b, :payload_b, :content_type_b, :headers_b,
+  COALESCE(:due_at_b, UTC_TIMESTAMP(6) + INTERVAL :delay_b MICROSECOND), UTC_TIMESTAMP(6), UTC_TIMESTAMP(6))
+ON DUPLICATE KEY UPDATE id = id;
+
+-- claim messages without a key
+SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
+  FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
+WHERE namespace = :namespace AND ordered = 0 AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
+  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+ORDER BY locked_until, seq LIMIT :limit FOR UPDATE SKIP LOCKED;
+
+-- claim messages without a key
+SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
+  FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+WHERE namespace = :namespace AND ordered = 0 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+ORDER BY next_attempt_at, seq LIMIT :limit FOR UPDATE SKIP LOCKED;
+
+-- claim messages without a key
+UPDATE `postroom_outbox`
+SET status = 'processing', attempts = attempts + 1, token = token + 1,
+locked_by = :worker, locked_until = UTC_TIMESTAMP(6) + INTERVAL :duration MICROSECOND, updated_at = UTC_TIMESTAMP(6)
+WHERE id IN :ids;
+
+-- claim messages with a key
+SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
+WHERE namespace = :namespace AND ordered = 1 AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
+  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+ORDER BY locked_until, seq LIMIT :limit;
+
+-- claim messages with a key
+SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+WHERE namespace = :namespace AND ordered = 1 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+ORDER BY next_attempt_at, seq LIMIT :limit;
+
+-- claim messages with a key
+SELECT id, ((status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6) AND attempts < :max_attempts AND (:tenant_id IS NULL
+  OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics) OR (status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
+  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)) AND
+(:skip_dead OR NOT EXISTS (
+        SELECT 1 FROM `postroom_outbox` AS dead FORCE INDEX (`postroom_outbox_dead`)
+        WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+        AND dead.`key` = head.`key` AND dead.seq < head.seq))
+AS eligible
+FROM `postroom_outbox` AS head FORCE INDEX (`postroom_outbox_keyed`)
+WHERE unsettled = 1 AND namespace = :namespace AND topic = :topic AND `key` = :key
+ORDER BY seq LIMIT :length;
+
+-- claim messages with a key
+SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
+  FROM `postroom_outbox`
+WHERE id IN :ids AND namespace = :namespace AND ((status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)
+  OR (status = 'processing' AND locked_until < UTC_TIMESTAMP(6) AND attempts < :suspect_after AND (:tenant_id IS NULL
+  OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)) FOR UPDATE SKIP LOCKED;
+
+-- claim behind keys that wait
+SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_keyed`)
+WHERE unsettled = 1 AND namespace = :namespace AND (topic > :topic OR (topic = :topic AND `key` > :key))
+ORDER BY topic, `key` LIMIT 1;
+
+-- claim a suspect
+SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
+  FROM `postroom_outbox` AS head FORCE INDEX (`postroom_outbox_leased`)
+WHERE namespace = :namespace AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
+AND attempts >= :suspect_after AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
+  AND topic NOT IN :skip_topics
+AND
+(:skip_dead OR NOT EXISTS (
+        SELECT 1 FROM `postroom_outbox` AS dead FORCE INDEX (`postroom_outbox_dead`)
+        WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+        AND dead.`key` = head.`key` AND dead.seq < head.seq))
+AND NOT EXISTS (
+    SELECT 1 FROM `postroom_outbox` AS earlier FORCE INDEX (`postroom_outbox_keyed`)
+    WHERE unsettled = 1 AND earlier.namespace = head.namespace
+    AND earlier.topic = head.topic AND earlier.`key` = head.`key` AND earlier.seq < head.seq)
+ORDER BY locked_until, seq LIMIT 1 FOR UPDATE SKIP LOCKED;
+
+-- settle, keeping what was delivered
+SELECT id, token, status FROM `postroom_outbox` WHERE id IN :ids FOR UPDATE;
+
+-- settle, keeping what was delivered
+UPDATE `postroom_outbox`
+SET status = 'delivered', delivered_at = UTC_TIMESTAMP(6), updated_at = UTC_TIMESTAMP(6),
+locked_by = NULL, locked_until = NULL, last_error = NULL
+WHERE id IN :ids;
+
+-- settle, keeping what was delivered
+UPDATE `postroom_outbox` JOIN (SELECT :id_a AS id, :delay_a AS delay, :error_a AS error) AS changed
+  ON `postroom_outbox`.id = changed.id
+SET status = 'pending', next_attempt_at = UTC_TIMESTAMP(6) + INTERVAL changed.delay MICROSECOND,
+last_error = changed.error, locked_by = NULL, locked_until = NULL, updated_at = UTC_TIMESTAMP(6);
+
+-- settle, keeping what was delivered
+UPDATE `postroom_outbox` JOIN (SELECT :id_a AS id, :delay_a AS delay, :error_a AS error) AS changed
+  ON `postroom_outbox`.id = changed.id
+SET status = 'dead', last_error = changed.error,
+locked_by = NULL, locked_until = NULL, updated_at = UTC_TIMESTAMP(6);
+
+-- settle, keeping what was delivered
+UPDATE `postroom_outbox` JOIN (SELECT :id_a AS id, :delay_a AS delay, :error_a AS error) AS changed
+  ON `postroom_outbox`.id = changed.id
+SET status = 'pending', attempts = attempts - 1, locked_by = NULL, locked_until = NULL,
+next_attempt_at = UTC_TIMESTAMP(6) + INTERVAL changed.delay MICROSECOND, updated_at = UTC_TIMESTAMP(6);
+
+-- settle, deleting what was delivered
+DELETE FROM `postroom_outbox` WHERE id IN :ids;
+
+-- extend leases
+UPDATE `postroom_outbox` SET locked_until = UTC_TIMESTAMP(6) + INTERVAL :duration MICROSECOND, updated_at = UTC_TIMESTAMP(6)
+  WHERE id IN :ids;
+
+-- sweep
+SELECT id FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
+WHERE namespace = :namespace AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6) AND attempts >= :max_attempts
+ORDER BY locked_until LIMIT 1000 FOR UPDATE SKIP LOCKED;
+
+-- sweep
+UPDATE `postroom_outbox`
+SET status = 'dead', locked_by = NULL, locked_until = NULL, updated_at = UTC_TIMESTAMP(6),
+last_error = COALESCE(:reason, last_error, 'no attempts left')
+WHERE id IN :ids;
+
+-- sweep
+SELECT id FROM (
+    SELECT id, attempts FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+    WHERE namespace = :namespace AND ordered = 0 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+    ORDER BY next_attempt_at, seq LIMIT 1000) AS front
+WHERE attempts >= :max_attempts;
+
+-- sweep
+SELECT id FROM (
+    SELECT id, attempts FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+    WHERE namespace = :namespace AND ordered = 1 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+    ORDER BY next_attempt_at, seq LIMIT 1000) AS front
+WHERE attempts >= :max_attempts;
+
+-- purge
+DELETE FROM `postroom_outbox`
+WHERE namespace = :namespace AND status = 'delivered' AND delivered_at <= UTC_TIMESTAMP(6) - INTERVAL :duration MICROSECOND
+LIMIT :limit;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace AND status = 'pending'
+  AND ordered = 0 LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace AND status = 'pending'
+  AND ordered = 1 LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace
+  AND status = 'processing' LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace
+  AND status = 'delivered' LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace
+  AND status = 'dead' LIMIT 10000) AS counted;
+
+-- stats
+SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), UTC_TIMESTAMP(6)) / 1000000 FROM `postroom_outbox`
+WHERE namespace = :namespace AND status = 'pending' AND ordered = 0 AND next_attempt_at <= UTC_TIMESTAMP(6)
+UNION ALL
+SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), UTC_TIMESTAMP(6)) / 1000000 FROM `postroom_outbox`
+WHERE namespace = :namespace AND status = 'pending' AND ordered = 1 AND next_attempt_at <= UTC_TIMESTAMP(6);
+
+-- look at the server
+SELECT VERSION(), @@read_only;

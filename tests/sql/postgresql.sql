@@ -1,0 +1,437 @@
+-- Made by `make sql`; the schema comes first, then what is asked of it.
+
+CREATE TABLE IF NOT EXISTS "postroom_outbox" (
+    id uuid PRIMARY KEY,
+    seq bigint NOT NULL GENERATED ALWAYS AS IDENTITY (CACHE 1),
+    namespace text NOT NULL,
+    topic text NOT NULL,
+    type text NOT NULL,
+    "key" text,
+    tenant_id uuid,
+    dedupe_key text,
+    payload bytea NOT NULL,
+    content_type text NOT NULL,
+    headers jsonb NOT NULL DEFAULT '{}',
+    status text NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'processing', 'delivered', 'dead')),
+    attempts integer NOT NULL DEFAULT 0,
+    token bigint NOT NULL DEFAULT 0,
+    next_attempt_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    locked_by uuid,
+    locked_until timestamptz,
+    last_error text,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    delivered_at timestamptz,
+    CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
+    CHECK ((locked_by IS NULL) = (locked_until IS NULL))
+) WITH (
+    autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
+    autovacuum_analyze_scale_factor = 0.05
+);
+
+CREATE UNIQUE INDEX IF NOT EXISTS "postroom_outbox_dedupe" ON "postroom_outbox" (namespace, topic, dedupe_key)
+WHERE dedupe_key IS NOT NULL;
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_ready" ON "postroom_outbox" (namespace, next_attempt_at, seq)
+WHERE status = 'pending' AND "key" IS NULL;
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_ready_keyed" ON "postroom_outbox" (namespace, next_attempt_at, seq)
+WHERE status = 'pending' AND "key" IS NOT NULL;
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_leased" ON "postroom_outbox" (namespace, locked_until, seq)
+WHERE status = 'processing';
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_keyed" ON "postroom_outbox" (namespace, topic, "key", seq)
+WHERE "key" IS NOT NULL AND status IN ('pending', 'processing');
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_dead" ON "postroom_outbox" (namespace, topic, "key", seq)
+WHERE status = 'dead';
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_delivered" ON "postroom_outbox" (namespace, delivered_at)
+WHERE status = 'delivered';
+
+CREATE OR REPLACE VIEW "postroom_outbox_published" AS
+SELECT seq AS id, created_at, topic, type AS event_type,
+CASE WHEN content_type = 'application/json' THEN convert_from(payload, 'UTF8')::jsonb END AS data,
+headers AS attributes, status = 'delivered' AS published
+FROM "postroom_outbox";
+
+CREATE OR REPLACE VIEW "postroom_outbox_messages" AS
+SELECT id, payload, headers AS properties, created_at, delivered_at AS published_at, attempts, last_error,
+updated_at
+FROM "postroom_outbox";
+
+CREATE TABLE IF NOT EXISTS "postroom_outbox_version" (
+    version integer PRIMARY KEY,
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+INSERT INTO "postroom_outbox_version" (version) SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
+  WHERE version = 1);
+
+-- add one message
+SELECT pg_advisory_xact_lock(number) FROM unnest(:numbers::bigint[]) AS t(number);
+
+-- add one message
+INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, dedupe_key, payload, content_type,
+    headers, next_attempt_at)
+VALUES (:id::uuid, :namespace::text, :topic::text, :type::text, :key::text, :tenant_id::uuid,
+    :dedupe_key::text, :payload::bytea, :content_type::text, (:headers::text)::jsonb,
+    COALESCE(:due_at::timestamptz, statement_timestamp() + :delay::interval))
+ON CONFLICT DO NOTHING;
+
+-- add one message
+SELECT id, topic, dedupe_key FROM "postroom_outbox"
+WHERE namespace = :namespace::text AND topic = ANY (:topics::text[]) AND dedupe_key = ANY (:keys::text[]);
+
+-- add several messages
+INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, dedupe_key, payload, content_type,
+    headers, next_attempt_at)
+SELECT id, namespace, topic, type, k, tenant_id, dedupe_key, payload, content_type, headers::jsonb,
+COALESCE(due_at, statement_timestamp() + delay)
+FROM unnest(:ids::uuid[], :namespaces::text[], :topics::text[], :types::text[], :keys::text[],
+    :tenant_ids::uuid[], :dedupe_keys::text[], :payloads::bytea[], :content_types::text[],
+    :headerss::text[], :due_ats::timestamptz[], :delays::interval[])
+AS t(id, namespace, topic, type, k, tenant_id, dedupe_key, payload, content_type, headers, due_at, delay)
+ON CONFLICT DO NOTHING
+RETURNING id;
+
+-- claim messages without a key
+WITH expired AS MATERIALIZED (
+    SELECT id FROM "postroom_outbox"
+    WHERE namespace = :namespace::text AND "key" IS NULL AND status = 'processing' AND locked_until < now()
+      AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+      AND NOT topic = ANY (:skip_topics::text[])
+    ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
+), due AS MATERIALIZED (
+    SELECT id FROM (
+        SELECT id FROM "postroom_outbox"
+        WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending' AND next_attempt_at <= now()
+          AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+          AND NOT topic = ANY (:skip_topics::text[])
+        ORDER BY next_attempt_at, seq LIMIT :limit FOR UPDATE SKIP LOCKED) AS first
+    LIMIT :limit - (SELECT count(*) FROM expired)
+), chosen AS (
+    SELECT id FROM expired UNION ALL SELECT id FROM due
+)
+UPDATE "postroom_outbox"
+SET status = 'processing', attempts = attempts + 1, token = token + 1,
+locked_by = :worker::uuid, locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+WHERE id = ANY (ARRAY(SELECT id FROM chosen))
+RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
+attempts, token, seq;
+
+-- claim messages with a key
+WITH expired AS MATERIALIZED (
+    SELECT topic, "key" FROM "postroom_outbox"
+    WHERE namespace = :namespace::text AND "key" IS NOT NULL AND status = 'processing' AND locked_until < now()
+      AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+      AND NOT topic = ANY (:skip_topics::text[])
+    ORDER BY locked_until LIMIT :window::bigint
+), due AS MATERIALIZED (
+    SELECT topic, "key", row_number() OVER () AS turn
+    FROM (
+        SELECT topic, "key" FROM "postroom_outbox"
+        WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending' AND next_attempt_at <= now()
+          AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+          AND NOT topic = ANY (:skip_topics::text[])
+        ORDER BY next_attempt_at, seq LIMIT :window) AS first
+), mark AS (
+    SELECT :window IN ((SELECT count(*) FROM expired), (SELECT count(*) FROM due)) AS is_full
+), keys AS MATERIALIZED (
+    SELECT topic, "key", min(turn) AS turn
+    FROM (SELECT topic, "key", 0 AS turn FROM expired UNION ALL SELECT * FROM due) AS either
+    GROUP BY topic, "key"
+),
+heads AS MATERIALIZED (
+    SELECT keys.topic, keys."key"
+    FROM (SELECT * FROM keys ORDER BY turn) AS keys CROSS JOIN LATERAL (
+        SELECT ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL
+          OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[])) OR (status = 'processing'
+          AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+          AND NOT topic = ANY (:skip_topics::text[]))) AND
+        (:skip_dead::boolean OR NOT EXISTS (
+                SELECT 1 FROM "postroom_outbox" AS dead
+                WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+                AND dead."key" = head."key" AND dead.seq < head.seq))
+        AS eligible
+        FROM "postroom_outbox" AS head
+        WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace
+        AND topic = keys.topic AND "key" = keys."key"
+        ORDER BY seq LIMIT 1) AS head
+    WHERE head.eligible
+    LIMIT :limit::bigint
+), planned AS MATERIALIZED (
+    SELECT run.id, heads.topic, heads."key", run.place
+    FROM heads CROSS JOIN LATERAL (
+        SELECT id, row_number() OVER (ORDER BY seq) AS place, bool_and(eligible) OVER (ORDER BY seq) AS unbroken
+        FROM (
+            SELECT id, seq, ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts
+              AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[]))
+              OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL
+              OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[]))) AND
+            (:skip_dead::boolean OR NOT EXISTS (
+                    SELECT 1 FROM "postroom_outbox" AS dead
+                    WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+                    AND dead."key" = head."key" AND dead.seq < head.seq))
+            AS eligible
+            FROM "postroom_outbox" AS head
+            WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace
+            AND topic = heads.topic AND "key" = heads."key"
+            ORDER BY seq
+            LIMIT GREATEST(:limit / GREATEST((SELECT count(*) FROM heads), 1), :run::bigint)) AS next
+    ) AS run
+    WHERE run.unbroken
+    LIMIT :limit
+), locked AS MATERIALIZED (
+    SELECT id FROM "postroom_outbox"
+    WHERE id = ANY (ARRAY(SELECT id FROM planned)) AND ((status = 'pending' AND next_attempt_at <= now()
+      AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+      AND NOT topic = ANY (:skip_topics::text[])) OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after
+      AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[])))
+    FOR UPDATE SKIP LOCKED
+), chosen AS (
+    -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
+    SELECT id
+    FROM (
+        SELECT id, place, row_number() OVER (PARTITION BY topic, "key" ORDER BY place) AS nth
+        FROM planned JOIN locked USING (id)) AS numbered
+    WHERE nth = place
+), taken AS (
+    UPDATE "postroom_outbox"
+    SET status = 'processing', attempts = attempts + 1, token = token + 1,
+    locked_by = :worker::uuid, locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+    WHERE id = ANY (ARRAY(SELECT id FROM chosen))
+    RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
+    attempts, token, seq
+)
+-- One row at least, for what is told of the claim itself.
+SELECT taken.*, mark.* FROM mark LEFT JOIN taken ON true;
+
+-- claim behind keys that wait
+WITH RECURSIVE walked AS (
+    SELECT :from_topic::text AS topic, :from_key::text AS "key", 0 AS step, 0 AS lap
+    UNION ALL
+    SELECT next.topic, next."key", walked.step + 1, walked.lap + next.lap
+    FROM walked CROSS JOIN LATERAL (
+        (SELECT topic, "key", 0 AS lap FROM "postroom_outbox"
+            WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace::text
+            AND (topic, "key") > (walked.topic, walked."key")
+            ORDER BY topic, "key" LIMIT 1)
+        UNION ALL -- after the last key comes the first
+        (SELECT topic, "key", 1 FROM "postroom_outbox"
+            WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace
+            ORDER BY topic, "key" LIMIT 1)
+        LIMIT 1) AS next
+    WHERE walked.step < :window::bigint
+    AND (walked.lap + next.lap = 0 OR (next.topic, next."key") <= (:from_topic, :from_key))
+), mark AS (
+    SELECT topic, "key" FROM walked ORDER BY step DESC LIMIT 1
+), keys AS MATERIALIZED (
+    SELECT topic, "key", step AS turn FROM walked WHERE step > 0
+),
+heads AS MATERIALIZED (
+    SELECT keys.topic, keys."key"
+    FROM (SELECT * FROM keys ORDER BY turn) AS keys CROSS JOIN LATERAL (
+        SELECT ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL
+          OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[])) OR (status = 'processing'
+          AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+          AND NOT topic = ANY (:skip_topics::text[]))) AND
+        (:skip_dead::boolean OR NOT EXISTS (
+                SELECT 1 FROM "postroom_outbox" AS dead
+                WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+                AND dead."key" = head."key" AND dead.seq < head.seq))
+        AS eligible
+        FROM "postroom_outbox" AS head
+        WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace
+        AND topic = keys.topic AND "key" = keys."key"
+        ORDER BY seq LIMIT 1) AS head
+    WHERE head.eligible
+    LIMIT :limit::bigint
+), planned AS MATERIALIZED (
+    SELECT run.id, heads.topic, heads."key", run.place
+    FROM heads CROSS JOIN LATERAL (
+        SELECT id, row_number() OVER (ORDER BY seq) AS place, bool_and(eligible) OVER (ORDER BY seq) AS unbroken
+        FROM (
+            SELECT id, seq, ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts
+              AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[]))
+              OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL
+              OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[]))) AND
+            (:skip_dead::boolean OR NOT EXISTS (
+                    SELECT 1 FROM "postroom_outbox" AS dead
+                    WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+                    AND dead."key" = head."key" AND dead.seq < head.seq))
+            AS eligible
+            FROM "postroom_outbox" AS head
+            WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace
+            AND topic = heads.topic AND "key" = heads."key"
+            ORDER BY seq
+            LIMIT GREATEST(:limit / GREATEST((SELECT count(*) FROM heads), 1), :run::bigint)) AS next
+    ) AS run
+    WHERE run.unbroken
+    LIMIT :limit
+), locked AS MATERIALIZED (
+    SELECT id FROM "postroom_outbox"
+    WHERE id = ANY (ARRAY(SELECT id FROM planned)) AND ((status = 'pending' AND next_attempt_at <= now()
+      AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+      AND NOT topic = ANY (:skip_topics::text[])) OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after
+      AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[])))
+    FOR UPDATE SKIP LOCKED
+), chosen AS (
+    -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
+    SELECT id
+    FROM (
+        SELECT id, place, row_number() OVER (PARTITION BY topic, "key" ORDER BY place) AS nth
+        FROM planned JOIN locked USING (id)) AS numbered
+    WHERE nth = place
+), taken AS (
+    UPDATE "postroom_outbox"
+    SET status = 'processing', attempts = attempts + 1, token = token + 1,
+    locked_by = :worker::uuid, locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+    WHERE id = ANY (ARRAY(SELECT id FROM chosen))
+    RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
+    attempts, token, seq
+)
+-- One row at least, for what is told of the claim itself.
+SELECT taken.*, mark.* FROM mark LEFT JOIN taken ON true;
+
+-- claim a suspect
+WITH chosen AS MATERIALIZED (SELECT id FROM "postroom_outbox" AS head
+    WHERE namespace = :namespace AND status = 'processing' AND locked_until < now()
+    AND attempts >= :suspect_after AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+      AND NOT topic = ANY (:skip_topics::text[])
+    AND
+    (:skip_dead::boolean OR NOT EXISTS (
+            SELECT 1 FROM "postroom_outbox" AS dead
+            WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+            AND dead."key" = head."key" AND dead.seq < head.seq))
+    AND NOT EXISTS (
+        SELECT 1 FROM "postroom_outbox" AS earlier
+        WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND earlier.namespace = head.namespace
+        AND earlier.topic = head.topic AND earlier."key" = head."key" AND earlier.seq < head.seq)
+    ORDER BY locked_until, seq LIMIT 1 FOR UPDATE SKIP LOCKED
+)
+UPDATE "postroom_outbox"
+SET status = 'processing', attempts = attempts + 1, token = token + 1,
+locked_by = :worker::uuid, locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+WHERE id = ANY (ARRAY(SELECT id FROM chosen))
+RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
+attempts, token, seq;
+
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'delivered', delivered_at = clock_timestamp(), updated_at = clock_timestamp(),
+locked_by = NULL, locked_until = NULL, last_error = NULL
+FROM unnest(:ids::uuid[], :tokens::bigint[]) AS held(id, token)
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token
+AND status IN ('processing', 'dead');
+
+-- settle, keeping what was delivered
+SELECT id, token, status FROM "postroom_outbox" WHERE id = ANY (:ids::uuid[]);
+
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'pending', next_attempt_at = clock_timestamp() + held.delay, last_error = held.error,
+locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
+FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])
+AS held(id, token, delay, error)
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status = 'processing';
+
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'dead', last_error = held.error,
+locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
+FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])
+AS held(id, token, delay, error)
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status = 'processing';
+
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'pending', attempts = attempts - 1, next_attempt_at = clock_timestamp() + held.delay,
+locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
+FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])
+AS held(id, token, delay, error)
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status = 'processing';
+
+-- settle, deleting what was delivered
+DELETE FROM "postroom_outbox"
+USING unnest(:ids::uuid[], :tokens::bigint[]) AS held(id, token)
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token
+AND status IN ('processing', 'dead');
+
+-- extend leases
+UPDATE "postroom_outbox" SET locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+FROM unnest(:ids::uuid[], :tokens::bigint[]) AS held(id, token)
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token
+AND status = 'processing';
+
+-- sweep
+UPDATE "postroom_outbox"
+SET status = 'dead', locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp(),
+last_error = COALESCE(:reason::text, last_error, 'no attempts left')
+WHERE id = ANY (ARRAY(
+        SELECT id FROM "postroom_outbox"
+        WHERE namespace = :namespace AND status = 'processing' AND locked_until < now() AND attempts >= :max_attempts
+        ORDER BY locked_until LIMIT 1000 FOR UPDATE SKIP LOCKED
+)) AND attempts >= :max_attempts AND status <> 'delivered';
+
+-- sweep
+UPDATE "postroom_outbox"
+SET status = 'dead', locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp(),
+last_error = COALESCE(:reason::text, last_error, 'no attempts left')
+WHERE id = ANY (ARRAY(
+        SELECT id FROM (
+            SELECT id, attempts FROM "postroom_outbox"
+            WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending' AND next_attempt_at <= now()
+            ORDER BY next_attempt_at, seq LIMIT 1000) AS front
+        WHERE attempts >= :max_attempts
+)) AND attempts >= :max_attempts AND status <> 'delivered';
+
+-- sweep
+UPDATE "postroom_outbox"
+SET status = 'dead', locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp(),
+last_error = COALESCE(:reason::text, last_error, 'no attempts left')
+WHERE id = ANY (ARRAY(
+        SELECT id FROM (
+            SELECT id, attempts FROM "postroom_outbox"
+            WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending' AND next_attempt_at <= now()
+            ORDER BY next_attempt_at, seq LIMIT 1000) AS front
+        WHERE attempts >= :max_attempts
+)) AND attempts >= :max_attempts AND status <> 'delivered';
+
+-- purge
+DELETE FROM "postroom_outbox"
+WHERE id = ANY (ARRAY(
+        SELECT id FROM "postroom_outbox"
+        WHERE namespace = :namespace AND status = 'delivered' AND delivered_at <= now() - :duration::interval
+        ORDER BY delivered_at LIMIT :limit FOR UPDATE SKIP LOCKED));
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace AND status = 'pending'
+  AND "key" IS NULL LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace AND status = 'pending'
+  AND "key" IS NOT NULL LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
+  AND status = 'processing' LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
+  AND status = 'delivered' LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
+  AND status = 'dead' LIMIT 10000) AS counted;
+
+-- stats
+SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM "postroom_outbox"
+WHERE namespace = :namespace AND status = 'pending' AND "key" IS NULL AND next_attempt_at <= now()
+UNION ALL
+SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM "postroom_outbox"
+WHERE namespace = :namespace AND status = 'pending' AND "key" IS NOT NULL AND next_attempt_at <= now();
+
+-- look at the server
+SELECT current_setting('server_version_num')::int, current_setting('transaction_read_only')::boolean;

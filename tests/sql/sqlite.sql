@@ -1,0 +1,295 @@
+-- Made by `make sql`; the schema comes first, then what is asked of it.
+
+CREATE TABLE IF NOT EXISTS "postroom_outbox" (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    namespace TEXT NOT NULL,
+    topic TEXT NOT NULL,
+    type TEXT NOT NULL,
+    "key" TEXT,
+    tenant_id TEXT,
+    dedupe_key TEXT,
+    payload BLOB NOT NULL,
+    content_type TEXT NOT NULL,
+    headers TEXT NOT NULL DEFAULT '{}',
+    status TEXT NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'processing', 'delivered', 'dead')),
+    attempts INTEGER NOT NULL DEFAULT 0,
+    token INTEGER NOT NULL DEFAULT 0,
+    next_attempt_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)),
+    locked_by TEXT,
+    locked_until INTEGER,
+    last_error TEXT,
+    created_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)),
+    updated_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)),
+    delivered_at INTEGER,
+    CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
+    CHECK ((locked_by IS NULL) = (locked_until IS NULL))
+);
+
+CREATE UNIQUE INDEX IF NOT EXISTS "postroom_outbox_dedupe" ON "postroom_outbox" (namespace, topic, dedupe_key)
+WHERE dedupe_key IS NOT NULL;
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_ready" ON "postroom_outbox" (namespace, next_attempt_at, seq)
+WHERE status = 'pending' AND "key" IS NULL;
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_ready_keyed" ON "postroom_outbox" (namespace, next_attempt_at, seq)
+WHERE status = 'pending' AND "key" IS NOT NULL;
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_leased" ON "postroom_outbox" (namespace, locked_until, seq)
+WHERE status = 'processing';
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_keyed" ON "postroom_outbox" (namespace, topic, "key", seq)
+WHERE "key" IS NOT NULL AND status IN ('pending', 'processing');
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_dead" ON "postroom_outbox" (namespace, topic, "key", seq)
+WHERE status = 'dead';
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_delivered" ON "postroom_outbox" (namespace, delivered_at)
+WHERE status = 'delivered';
+
+CREATE VIEW IF NOT EXISTS "postroom_outbox_published" AS
+SELECT seq AS id, strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000.0, 'unixepoch') AS created_at, topic,
+type AS event_type,
+CASE WHEN content_type = 'application/json' THEN CAST(payload AS TEXT) END AS data,
+headers AS attributes, status = 'delivered' AS published
+FROM "postroom_outbox";
+
+CREATE VIEW IF NOT EXISTS "postroom_outbox_messages" AS
+SELECT id, payload, headers AS properties,
+strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000.0, 'unixepoch') AS created_at,
+strftime('%Y-%m-%dT%H:%M:%fZ', delivered_at / 1000.0, 'unixepoch') AS published_at,
+attempts, last_error,
+strftime('%Y-%m-%dT%H:%M:%fZ', updated_at / 1000.0, 'unixepoch') AS updated_at
+FROM "postroom_outbox";
+
+CREATE TABLE IF NOT EXISTS "postroom_outbox_version" (
+    version INTEGER PRIMARY KEY,
+    applied_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))
+);
+
+INSERT INTO "postroom_outbox_version" (version) SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
+  WHERE version = 1);
+
+-- add one message
+INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, dedupe_key, payload, content_type, headers,
+  next_attempt_at, created_at, updated_at) VALUES
+(:id_a, :namespace_a, :topic_a, :type_a, :key_a, :tenant_id_a, :dedupe_key_a, :payload_a, :content_type_a, :headers_a,
+  COALESCE(:due_at_a, CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :delay_a),
+  CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))
+ON CONFLICT DO NOTHING RETURNING id;
+
+-- add one message
+SELECT id, topic, dedupe_key FROM "postroom_outbox" WHERE namespace = :namespace AND dedupe_key IN :keys AND topic IN :topics;
+
+-- add several messages
+INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, dedupe_key, payload, content_type, headers,
+  next_attempt_at, created_at, updated_at) VALUES
+(:id_a, :namespace_a, :topic_a, :type_a, :key_a, :tenant_id_a, :dedupe_key_a, :payload_a, :content_type_a, :headers_a,
+  COALESCE(:due_at_a, CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :delay_a),
+  CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)),
+(:id_b, :namespace_b, :topic_b, :type_b, :key_b, :tenant_id_b, :dedupe_key_b, :payload_b, :content_type_b, :headers_b,
+  COALESCE(:due_at_b, CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :delay_b),
+  CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER), CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))
+ON CONFLICT DO NOTHING RETURNING id;
+
+-- claim messages without a key
+SELECT id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
+  FROM "postroom_outbox"
+WHERE namespace = :namespace AND "key" IS NULL AND status = 'processing'
+  AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+ORDER BY locked_until, seq LIMIT :limit;
+
+-- claim messages without a key
+SELECT id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
+  FROM "postroom_outbox"
+WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending'
+  AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+ORDER BY next_attempt_at, seq LIMIT :limit;
+
+-- claim messages without a key
+UPDATE "postroom_outbox"
+SET status = 'processing', attempts = attempts + 1, token = token + 1,
+locked_by = :worker, locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,
+  updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+WHERE id IN :ids;
+
+-- claim messages with a key
+SELECT topic, "key" FROM "postroom_outbox"
+WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'processing'
+  AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+ORDER BY locked_until, seq LIMIT :limit;
+
+-- claim messages with a key
+SELECT topic, "key" FROM "postroom_outbox"
+WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending'
+  AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+ORDER BY next_attempt_at, seq LIMIT :limit;
+
+-- claim messages with a key
+SELECT id, ((status = 'pending' AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)
+  OR (status = 'processing' AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)) AND
+(:skip_dead OR NOT EXISTS (
+        SELECT 1 FROM "postroom_outbox" AS dead
+        WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+        AND dead."key" = head."key" AND dead.seq < head.seq))
+AS eligible
+FROM "postroom_outbox" AS head
+WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace AND topic = :topic AND "key" = :key
+ORDER BY seq LIMIT :length;
+
+-- claim messages with a key
+SELECT id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
+  FROM "postroom_outbox"
+WHERE id IN :ids AND namespace = :namespace AND ((status = 'pending'
+  AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics) OR (status = 'processing'
+  AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics));
+
+-- claim behind keys that wait
+SELECT topic, "key" FROM "postroom_outbox"
+WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace AND (topic, "key") > (:topic, :key)
+ORDER BY topic, "key" LIMIT 1;
+
+-- claim a suspect
+SELECT id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
+  FROM "postroom_outbox" AS head
+WHERE namespace = :namespace AND status = 'processing'
+  AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+AND attempts >= :suspect_after AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
+  AND topic NOT IN :skip_topics
+AND
+(:skip_dead OR NOT EXISTS (
+        SELECT 1 FROM "postroom_outbox" AS dead
+        WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+        AND dead."key" = head."key" AND dead.seq < head.seq))
+AND NOT EXISTS (
+    SELECT 1 FROM "postroom_outbox" AS earlier
+    WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND earlier.namespace = head.namespace
+    AND earlier.topic = head.topic AND earlier."key" = head."key" AND earlier.seq < head.seq)
+ORDER BY locked_until, seq LIMIT 1;
+
+-- settle, keeping what was delivered
+SELECT id, token, status FROM "postroom_outbox" WHERE id IN :ids;
+
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'delivered', delivered_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER),
+  updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER),
+locked_by = NULL, locked_until = NULL, last_error = NULL
+WHERE id IN :ids;
+
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'pending', next_attempt_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + changed.delay,
+  last_error = changed.error,
+locked_by = NULL, locked_until = NULL, updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+FROM (
+    SELECT json_extract(value, '$[0]') AS changed_id, json_extract(value, '$[1]') AS delay,
+    json_extract(value, '$[2]') AS error
+    FROM json_each(:changes)) AS changed
+WHERE id = changed.changed_id;
+
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'dead', last_error = changed.error,
+locked_by = NULL, locked_until = NULL, updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+FROM (
+    SELECT json_extract(value, '$[0]') AS changed_id, json_extract(value, '$[1]') AS delay,
+    json_extract(value, '$[2]') AS error
+    FROM json_each(:changes)) AS changed
+WHERE id = changed.changed_id;
+
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'pending', attempts = attempts - 1,
+  next_attempt_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + changed.delay,
+locked_by = NULL, locked_until = NULL, updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+FROM (
+    SELECT json_extract(value, '$[0]') AS changed_id, json_extract(value, '$[1]') AS delay,
+    json_extract(value, '$[2]') AS error
+    FROM json_each(:changes)) AS changed
+WHERE id = changed.changed_id;
+
+-- settle, deleting what was delivered
+DELETE FROM "postroom_outbox" WHERE id IN :ids;
+
+-- extend leases
+UPDATE "postroom_outbox" SET locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,
+  updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) WHERE id IN :ids;
+
+-- sweep
+SELECT id FROM "postroom_outbox"
+WHERE namespace = :namespace AND status = 'processing'
+  AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts >= :max_attempts
+ORDER BY locked_until LIMIT 1000;
+
+-- sweep
+UPDATE "postroom_outbox"
+SET status = 'dead', locked_by = NULL, locked_until = NULL,
+  updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER),
+last_error = COALESCE(:reason, last_error, 'no attempts left')
+WHERE id IN :ids;
+
+-- sweep
+SELECT id FROM (
+    SELECT id, attempts FROM "postroom_outbox"
+    WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending'
+      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+    ORDER BY next_attempt_at, seq LIMIT 1000) AS front
+WHERE attempts >= :max_attempts;
+
+-- sweep
+SELECT id FROM (
+    SELECT id, attempts FROM "postroom_outbox"
+    WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending'
+      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+    ORDER BY next_attempt_at, seq LIMIT 1000) AS front
+WHERE attempts >= :max_attempts;
+
+-- purge
+DELETE FROM "postroom_outbox"
+WHERE id IN (
+    SELECT id FROM "postroom_outbox"
+    WHERE namespace = :namespace AND status = 'delivered'
+      AND delivered_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) - :duration
+    ORDER BY delivered_at LIMIT :limit);
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace AND status = 'pending'
+  AND "key" IS NULL LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace AND status = 'pending'
+  AND "key" IS NOT NULL LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
+  AND status = 'processing' LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
+  AND status = 'delivered' LIMIT 10000) AS counted;
+
+-- stats
+SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
+  AND status = 'dead' LIMIT 10000) AS counted;
+
+-- stats
+SELECT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) - next_attempt_at) / 1000.0 FROM (
+    SELECT min(next_attempt_at) AS next_attempt_at FROM "postroom_outbox"
+    WHERE namespace = :namespace AND status = 'pending' AND "key" IS NULL
+      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+    UNION ALL
+    SELECT min(next_attempt_at) FROM "postroom_outbox"
+    WHERE namespace = :namespace AND status = 'pending' AND "key" IS NOT NULL
+      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER));
+
+-- look at the server
+SELECT sqlite_version();

@@ -1,0 +1,618 @@
+"""Adding through the caller's transaction, on every library and every database it speaks to."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sqlite3
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import aiosqlite
+import asyncmy
+import asyncmy.cursors
+import asyncpg
+import django
+import django.db.transaction
+import psycopg
+import psycopg.rows
+import pymysql
+import pymysql.cursors
+import pytest
+import sqlalchemy
+from django.conf import settings
+from django.utils.connection import ConnectionProxy
+from sqlalchemy import orm
+from sqlalchemy.ext import asyncio as sa_asyncio
+from sqlalchemy.pool import NullPool
+
+from postroom import Added, Message, Outbox
+from postroom.errors import NotInTransactionError, SchemaMissingError, TransactionAbortedError
+from postroom.stores import SQLStore, open_url
+from postroom.testing.clients import MariaDBClient, PostgresClient
+
+if not settings.configured:
+    settings.configure(DATABASES={}, USE_TZ=True)
+    django.setup()
+
+
+# -- the databases ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Databases:
+    """Where the tests write; each has the outbox and a table of business data."""
+
+    postgres: str
+    mariadb: str
+    sqlite: Path
+
+
+@pytest.fixture(scope="module")
+def databases(
+    postgres_server: PostgresClient, mariadb_server: MariaDBClient, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Databases]:
+    name = f"test_{uuid4().hex}"
+    path = tmp_path_factory.mktemp("sqlite") / "shop.sqlite3"
+    made = Databases(postgres_server.create_database(name), mariadb_server.create_database(name), path)
+    try:
+        for url in (made.postgres, made.mariadb, f"sqlite:///{path}"):
+            asyncio.run(apply_schema(url))
+        for kind in ("postgres", "mariadb", "sqlite"):
+            look(made, kind, "CREATE TABLE business (id VARCHAR(36) PRIMARY KEY)")
+        yield made
+    finally:
+        postgres_server.drop_database(name)
+        mariadb_server.drop_database(name)
+
+
+async def apply_schema(url: str) -> None:
+    store = open_url(url)
+    assert isinstance(store, SQLStore)
+    await store.apply_schema()
+    await store.close()
+
+
+def mysql_options(url: str) -> dict[str, Any]:
+    parsed = sqlalchemy.make_url(url)
+    return {
+        "host": parsed.host,
+        "port": parsed.port,
+        "user": parsed.username,
+        "password": parsed.password or "",
+        "database": parsed.database,
+    }
+
+
+def look(databases: Databases, kind: str, sql: str) -> list[tuple[Any, ...]]:
+    """Run a statement on a connection of our own, which sees only what is committed."""
+    if kind == "postgres":
+        with psycopg.connect(databases.postgres, autocommit=True) as connection:
+            found = connection.execute(sql)  # type: ignore[call-overload]
+            return list(found.fetchall()) if found.description else []
+    if kind == "mariadb":
+        mysql = pymysql.connect(**mysql_options(databases.mariadb), autocommit=True)
+        with mysql, mysql.cursor() as cursor:
+            cursor.execute(sql)
+            return list(cursor.fetchall())
+    link = sqlite3.connect(databases.sqlite, isolation_level=None)
+    try:
+        return link.execute(sql).fetchall()
+    finally:
+        link.close()
+
+
+# -- the libraries ---------------------------------------------------------------------------------------------
+
+
+class Link:
+    """A connection of some library: how it begins and ends a transaction, and what `add` is given."""
+
+    handle: Any
+
+    async def begin(self) -> None:
+        """Do nothing: most libraries begin by themselves."""
+
+    async def commit(self) -> None:
+        await awaited(self.handle.commit())
+
+    async def rollback(self) -> None:
+        await awaited(self.handle.rollback())
+
+    async def execute(self, sql: str) -> None:
+        await awaited(self.handle.execute(sql))
+
+
+async def awaited(value: Any) -> Any:  # noqa: ANN401
+    return await value if inspect.isawaitable(value) else value
+
+
+class AsyncpgLink(Link):
+    transaction: Any = None
+
+    async def begin(self) -> None:
+        self.transaction = self.handle.transaction()
+        await self.transaction.start()
+
+    async def commit(self) -> None:
+        await self.transaction.commit()
+
+    async def rollback(self) -> None:
+        await self.transaction.rollback()
+
+
+class ExplicitLink(Link):
+    """Begins with a statement, where the driver was told not to."""
+
+    statement = "BEGIN"
+
+    async def begin(self) -> None:
+        await self.execute(self.statement)
+
+
+class ImmediateLink(ExplicitLink):
+    statement = "BEGIN IMMEDIATE"
+
+
+class MySQLLink(Link):
+    async def execute(self, sql: str) -> None:
+        if isinstance(self.handle, pymysql.Connection):
+            with self.handle.cursor() as cursor:
+                cursor.execute(sql)
+        else:
+            async with self.handle.cursor() as cursor:
+                await cursor.execute(sql)
+
+
+class BeginningMySQLLink(MySQLLink):
+    async def begin(self) -> None:
+        await awaited(self.handle.begin())
+
+
+class SQLAlchemyLink(Link):
+    async def execute(self, sql: str) -> None:
+        await awaited(self.handle.execute(sqlalchemy.text(sql)))
+
+
+class DjangoLink(Link):
+    atomic: Any = None
+
+    async def begin(self) -> None:
+        self.atomic = django.db.transaction.atomic(using=self.handle.alias)
+        self.atomic.__enter__()
+
+    async def commit(self) -> None:
+        self.atomic.__exit__(None, None, None)
+
+    async def rollback(self) -> None:
+        self.handle.set_rollback(True)  # noqa: FBT003 -- Django's own signature
+        self.atomic.__exit__(None, None, None)
+
+    async def execute(self, sql: str) -> None:
+        with self.handle.cursor() as cursor:
+            cursor.execute(sql)
+
+
+Opener = Callable[[Databases, bool], Any]
+
+
+@dataclass(frozen=True)
+class Library:
+    """One library with one setting; ``open`` is also asked for a connection on which everything commits by itself."""
+
+    name: str
+    database: str
+    open: Callable[[Databases, bool], AsyncGenerator[Link]]
+
+    @asynccontextmanager
+    async def opened(self, databases: Databases, *, autocommit: bool = False) -> AsyncGenerator[Link]:
+        async with asynccontextmanager(self.open)(databases, autocommit) as link:
+            yield link
+
+
+def link_to(handle: object, kind: type[Link]) -> Link:
+    link = kind()
+    link.handle = handle
+    return link
+
+
+async def asyncpg_connection(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001, ARG001
+    connection = await asyncpg.connect(databases.postgres)
+    try:
+        yield link_to(connection, AsyncpgLink)
+    finally:
+        await connection.close()
+
+
+async def asyncpg_pool(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001, ARG001
+    async with asyncpg.create_pool(databases.postgres, min_size=1, max_size=1) as pool, pool.acquire() as connection:
+        yield link_to(connection, AsyncpgLink)
+
+
+def psycopg_sync(**options: Any) -> Opener:  # noqa: ANN401
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        explicit = options.get("autocommit", False)
+        with psycopg.connect(databases.postgres, **{**options, "autocommit": explicit or autocommit}) as connection:
+            yield link_to(connection, ExplicitLink if explicit else Link)
+
+    return opened
+
+
+def psycopg_async(**options: Any) -> Opener:  # noqa: ANN401
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        explicit = options.get("autocommit", False)
+        together = {**options, "autocommit": explicit or autocommit}
+        async with await psycopg.AsyncConnection.connect(databases.postgres, **together) as connection:
+            yield link_to(connection, ExplicitLink if explicit else Link)
+
+    return opened
+
+
+def bytes_rows(connection: Any) -> None:  # noqa: ANN401
+    connection.row_factory = sqlite3.Row
+    connection.text_factory = bytes
+
+
+def sqlite(level: str | None, change: Callable[[Any], None] = lambda _: None) -> Opener:
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        connection = sqlite3.connect(databases.sqlite, isolation_level=None if autocommit else level)  # type: ignore[arg-type]
+        change(connection)
+        try:
+            yield link_to(connection, ImmediateLink if level is None else Link)
+        finally:
+            connection.close()
+
+    return opened
+
+
+def sqlite_async(level: str | None, change: Callable[[Any], None] = lambda _: None) -> Opener:
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        chosen: Any = None if autocommit else level
+        async with aiosqlite.connect(databases.sqlite, isolation_level=chosen) as connection:
+            change(connection)
+            yield link_to(connection, ImmediateLink if level is None else Link)
+
+    return opened
+
+
+def mysql_sync(**options: Any) -> Opener:  # noqa: ANN401
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        explicit = options.get("autocommit", False)
+        together = {**mysql_options(databases.mariadb), **options, "autocommit": explicit or autocommit}
+        with pymysql.connect(**together) as connection:
+            yield link_to(connection, BeginningMySQLLink if explicit else MySQLLink)
+
+    return opened
+
+
+def mysql_async(**options: Any) -> Opener:  # noqa: ANN401
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        explicit = options.get("autocommit", False)
+        together = {**mysql_options(databases.mariadb), **options, "autocommit": explicit or autocommit}
+        async with asyncmy.connect(**together) as connection:
+            yield link_to(connection, BeginningMySQLLink if explicit else MySQLLink)
+
+    return opened
+
+
+def sqlalchemy_url(databases: Databases, driver: str) -> sqlalchemy.URL:
+    if driver.startswith("sqlite"):
+        return sqlalchemy.URL.create(driver, database=str(databases.sqlite))
+    dsn = databases.postgres if driver.startswith("postgresql") else databases.mariadb
+    return sqlalchemy.make_url(dsn).set(drivername=driver)
+
+
+def engine_options(*, autocommit: bool) -> dict[str, Any]:
+    return {"poolclass": NullPool, **({"isolation_level": "AUTOCOMMIT"} if autocommit else {})}
+
+
+def alchemy(
+    driver: str, make: Callable[[sqlalchemy.Engine], Any], change: Callable[[sqlalchemy.Engine], None] | None = None
+) -> Opener:
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        engine = sqlalchemy.create_engine(sqlalchemy_url(databases, driver), **engine_options(autocommit=autocommit))
+        if change is not None and not autocommit:
+            change(engine)
+        handle = make(engine)
+        try:
+            yield link_to(handle, SQLAlchemyLink)
+        finally:
+            handle.close()
+            engine.dispose()
+
+    return opened
+
+
+def alchemy_async(driver: str, make: Callable[[sa_asyncio.AsyncEngine], Any]) -> Opener:
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        options = engine_options(autocommit=autocommit)
+        engine = sa_asyncio.create_async_engine(sqlalchemy_url(databases, driver), **options)
+        handle = make(engine)
+        if isinstance(handle, sa_asyncio.AsyncConnection):
+            await handle.start()
+        try:
+            yield link_to(handle, SQLAlchemyLink)
+        finally:
+            await handle.close()
+            await engine.dispose()
+
+    return opened
+
+
+def async_scoped(engine: sa_asyncio.AsyncEngine) -> sa_asyncio.async_scoped_session[sa_asyncio.AsyncSession]:
+    return sa_asyncio.async_scoped_session(sa_asyncio.async_sessionmaker(engine), scopefunc=lambda: 1)
+
+
+def begin_by_event(engine: sqlalchemy.Engine) -> None:
+    """Follow SQLAlchemy's recipe for SQLite: take BEGIN away from the driver, and send it in an event."""
+
+    @sqlalchemy.event.listens_for(engine, "connect")
+    def take(connection: Any, _record: object) -> None:  # noqa: ANN401
+        connection.isolation_level = None
+
+    @sqlalchemy.event.listens_for(engine, "begin")
+    def send(connection: sqlalchemy.Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+
+def django_connection(database: str) -> Opener:
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001, ARG001
+        if database == "postgres":
+            url = sqlalchemy.make_url(databases.postgres)
+            options = {
+                "ENGINE": "django.db.backends.postgresql",
+                "NAME": url.database,
+                "USER": url.username,
+                "HOST": url.host,
+                "PORT": url.port,
+            }
+        else:
+            options = {"ENGINE": "django.db.backends.sqlite3", "NAME": databases.sqlite}
+        alias = f"a{uuid4().hex}"
+        known = django.db.connections
+        known.databases[alias] = known.configure_settings({"default": {}, alias: options})[alias]
+        connection = ConnectionProxy(known, alias)
+        try:
+            yield link_to(connection, DjangoLink)
+        finally:
+            connection.close()
+            del known[alias]
+            del known.databases[alias]
+
+    return opened
+
+
+FOUND_ROWS = pymysql.constants.CLIENT.FOUND_ROWS
+PG, MY, LITE = "postgres", "mariadb", "sqlite"
+
+LIBRARIES: Sequence[Library] = (
+    Library("asyncpg", PG, asyncpg_connection),
+    Library("asyncpg-pool", PG, asyncpg_pool),
+    Library("psycopg", PG, psycopg_sync()),
+    Library("psycopg-begin", PG, psycopg_sync(autocommit=True)),
+    Library("psycopg-dict-rows", PG, psycopg_sync(row_factory=psycopg.rows.dict_row)),
+    Library("psycopg-raw-cursor", PG, psycopg_sync(cursor_factory=psycopg.RawCursor)),
+    Library("psycopg-client-cursor", PG, psycopg_sync(cursor_factory=psycopg.ClientCursor)),
+    Library("psycopg-async", PG, psycopg_async()),
+    Library("psycopg-async-begin", PG, psycopg_async(autocommit=True)),
+    Library("psycopg-async-dict-rows", PG, psycopg_async(row_factory=psycopg.rows.dict_row)),
+    Library("sqlite3", LITE, sqlite("")),
+    Library("sqlite3-deferred", LITE, sqlite("DEFERRED")),
+    Library("sqlite3-immediate", LITE, sqlite("IMMEDIATE")),
+    Library("sqlite3-begin", LITE, sqlite(None)),
+    Library("sqlite3-bytes", LITE, sqlite("", bytes_rows)),
+    Library("aiosqlite", LITE, sqlite_async("")),
+    Library("aiosqlite-begin", LITE, sqlite_async(None)),
+    Library("aiosqlite-bytes", LITE, sqlite_async("", bytes_rows)),
+    Library("pymysql", MY, mysql_sync()),
+    Library("pymysql-begin", MY, mysql_sync(autocommit=True)),
+    Library("pymysql-dict-rows", MY, mysql_sync(cursorclass=pymysql.cursors.DictCursor)),
+    Library("pymysql-found-rows", MY, mysql_sync(client_flag=FOUND_ROWS)),
+    Library("asyncmy", MY, mysql_async()),
+    Library("asyncmy-begin", MY, mysql_async(autocommit=True)),
+    Library("asyncmy-dict-rows", MY, mysql_async(cursor_cls=asyncmy.cursors.DictCursor)),
+    Library("asyncmy-found-rows", MY, mysql_async(client_flag=FOUND_ROWS)),
+    Library("sqlalchemy-psycopg", PG, alchemy("postgresql+psycopg", sqlalchemy.Engine.connect)),
+    Library("sqlalchemy-sqlite", LITE, alchemy("sqlite", sqlalchemy.Engine.connect)),
+    Library("sqlalchemy-sqlite-event", LITE, alchemy("sqlite", sqlalchemy.Engine.connect, begin_by_event)),
+    Library("sqlalchemy-pymysql", MY, alchemy("mysql+pymysql", sqlalchemy.Engine.connect)),
+    Library("session-psycopg", PG, alchemy("postgresql+psycopg", orm.Session)),
+    Library("session-sqlite", LITE, alchemy("sqlite", orm.Session)),
+    Library("session-mariadb", MY, alchemy("mariadb+pymysql", orm.Session)),
+    Library(
+        "scoped-session-psycopg",
+        PG,
+        alchemy("postgresql+psycopg", lambda engine: orm.scoped_session(orm.sessionmaker(engine))),
+    ),
+    Library("async-connection-asyncpg", PG, alchemy_async("postgresql+asyncpg", sa_asyncio.AsyncEngine.connect)),
+    Library("async-connection-psycopg", PG, alchemy_async("postgresql+psycopg", sa_asyncio.AsyncEngine.connect)),
+    Library("async-connection-aiosqlite", LITE, alchemy_async("sqlite+aiosqlite", sa_asyncio.AsyncEngine.connect)),
+    Library("async-connection-asyncmy", MY, alchemy_async("mysql+asyncmy", sa_asyncio.AsyncEngine.connect)),
+    Library("async-session-asyncpg", PG, alchemy_async("postgresql+asyncpg", sa_asyncio.AsyncSession)),
+    Library("async-session-psycopg", PG, alchemy_async("postgresql+psycopg", sa_asyncio.AsyncSession)),
+    Library("async-session-aiosqlite", LITE, alchemy_async("sqlite+aiosqlite", sa_asyncio.AsyncSession)),
+    Library("async-session-asyncmy", MY, alchemy_async("mysql+asyncmy", sa_asyncio.AsyncSession)),
+    Library("async-scoped-session-asyncpg", PG, alchemy_async("postgresql+asyncpg", async_scoped)),
+    Library("django-sqlite", LITE, django_connection(LITE)),
+    Library("django-postgres", PG, django_connection(PG)),
+)
+
+
+@pytest.fixture(params=LIBRARIES, ids=lambda library: library.name)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
+    monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")  # the tests of sync libraries run in an event loop as well
+    chosen: Library = request.param
+    return chosen
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    """An outbox whose namespace is this test's own."""
+    return Outbox(namespace=f"ns-{uuid4().hex}")
+
+
+def stored(databases: Databases, library: Library, outbox: Outbox, column: str = "topic") -> list[Any]:
+    sql = f"SELECT {column} FROM postroom_outbox WHERE namespace = '{outbox.namespace}' ORDER BY seq"  # noqa: S608
+    return [row[0] for row in look(databases, library.database, sql)]
+
+
+def business(databases: Databases, library: Library, identity: str) -> int:
+    sql = f"SELECT count(*) FROM business WHERE id = '{identity}'"  # noqa: S608
+    count: int = look(databases, library.database, sql)[0][0]
+    return count
+
+
+# -- what holds for all of them --------------------------------------------------------------------------------
+
+
+async def test_message_and_business_row_are_committed_and_rolled_back_together(
+    library: Library, databases: Databases, outbox: Outbox
+) -> None:
+    """G1, G3, S2-01, S2-17, S2-21, S4-18: neither exists without the other."""
+    kept, dropped = uuid4().hex, uuid4().hex
+
+    async with library.opened(databases) as link:
+        await link.begin()
+        await link.execute(f"INSERT INTO business (id) VALUES ('{kept}')")
+        added = await awaited(outbox.add(link.handle, {"n": 1}, topic="kept"))
+        before = stored(databases, library, outbox)
+        await link.commit()
+
+        await link.begin()
+        await link.execute(f"INSERT INTO business (id) VALUES ('{dropped}')")
+        await awaited(outbox.add(link.handle, {"n": 2}, topic="dropped"))
+        await link.rollback()
+
+    assert isinstance(added, Added)
+    assert added.added
+    assert before == []
+    assert stored(databases, library, outbox) == ["kept"]
+    assert business(databases, library, kept) == 1
+    assert business(databases, library, dropped) == 0
+
+
+async def test_message_added_first_is_rolled_back_too(library: Library, databases: Databases, outbox: Outbox) -> None:
+    """G1, S2-21: also where the library sends BEGIN only with its first statement."""
+    async with library.opened(databases) as link:
+        await link.begin()
+        await awaited(outbox.add(link.handle, {"n": 1}, topic="first"))
+        await link.rollback()
+
+    assert stored(databases, library, outbox) == []
+
+
+async def test_without_a_transaction_nothing_is_written_unless_asked_for(
+    library: Library, databases: Databases, outbox: Outbox
+) -> None:
+    """G1, S1-26: a message alone could outlive the business change that was rolled back."""
+    async with library.opened(databases, autocommit=True) as link:
+        for events in ({"n": 1}, [], [{"n": 1}, {"n": 2}]):
+            with pytest.raises(NotInTransactionError, match="outside_transaction=True"):
+                await awaited(outbox.add(link.handle, events, topic="refused"))
+        refused = stored(databases, library, outbox)
+
+        added = await awaited(outbox.add(link.handle, {"n": 1}, topic="alone", outside_transaction=True))
+
+        assert refused == []
+        assert added.added
+        assert stored(databases, library, outbox) == ["alone"]
+
+
+async def test_one_and_many_are_added_in_their_order_and_duplicates_are_told(
+    library: Library, databases: Databases, outbox: Outbox
+) -> None:
+    """G10, S2-22, S2-48, S1-28, Q2-1: the answer names the message that was there already."""
+    message = Message(topic="given", payload=b"\x00\xff")
+
+    async with library.opened(databases) as link:
+
+        async def add(event: object, **options: Any) -> Any:  # noqa: ANN401
+            return await awaited(outbox.add(link.handle, event, **options))
+
+        await link.begin()
+        first = await add({"n": 1}, topic="one", dedupe_key="k")
+        again = await add({"n": 2}, topic="one", dedupe_key="k")
+        elsewhere = await add({"n": 3}, topic="two", dedupe_key="k")
+        many = await add([{"n": 4}, {"n": 5}], topic="many")
+        given = await add([message, message, Message(topic="one", payload=b"", dedupe_key="k")])
+        none = await add([], topic="none")
+        await link.commit()
+        await link.begin()
+        later = await add({"n": 6}, topic="one", dedupe_key="k")
+        repeated = await add(message)
+        await link.commit()
+
+    assert [first.added, again, later] == [True, Added(first.id, added=False), Added(first.id, added=False)]
+    assert elsewhere.added
+    assert [item.added for item in many] == [True, True]
+    assert given == [Added(message.id, added=True), Added(message.id, added=False), Added(first.id, added=False)]
+    assert repeated == Added(message.id, added=False)
+    assert none == []
+    assert stored(databases, library, outbox) == ["one", "two", "many", "many", "given"]
+    ids = [as_uuid(value) for value in stored(databases, library, outbox, "id")]
+    assert ids == [first.id, elsewhere.id, many[0].id, many[1].id, message.id]
+
+
+def as_uuid(value: object) -> UUID:
+    return UUID(bytes=value) if isinstance(value, bytes) else UUID(str(value))
+
+
+async def test_a_batch_larger_than_one_statement_is_added_whole_and_in_order(
+    library: Library, databases: Databases, outbox: Outbox
+) -> None:
+    """S1-28, S2-24, G11: no statement grows with the batch."""
+    async with library.opened(databases) as link:
+        await link.begin()
+        added = await awaited(outbox.add(link.handle, [{"n": n} for n in range(1200)], topic="batch", key="k"))
+        await link.commit()
+
+    assert len(added) == 1200
+    assert all(item.added for item in added)
+    payloads = [bytes(value) for value in stored(databases, library, outbox, "payload")]
+    assert payloads == [b'{"n":%d}' % n for n in range(1200)]
+    initial = {(0, 0)}
+    assert {
+        tuple(pair)
+        for pair in zip(*(stored(databases, library, outbox, c) for c in ("attempts", "token")), strict=True)
+    } == initial
+    assert set(stored(databases, library, outbox, "status")) == {"pending"}
+    assert set(stored(databases, library, outbox, "locked_by")) == {None}
+
+
+async def test_a_missing_table_is_told_with_its_remedy_and_without_the_payload(
+    library: Library, databases: Databases
+) -> None:
+    """G11: SQLAlchemy shows the parameters of a statement that failed, so they are hidden."""
+    elsewhere = Outbox(table="no_such_outbox")
+
+    async with library.opened(databases) as link:
+        await link.begin()
+        with pytest.raises(SchemaMissingError, match="postroom schema apply") as caught:
+            await awaited(elsewhere.add(link.handle, {"card": "canary-4111"}, topic="t", headers={"h": "canary-4111"}))
+        await link.rollback()
+
+    assert caught.value.__cause__ is not None
+    assert "canary-4111" not in f"{caught.value} {caught.value.__cause__}"
+
+
+@pytest.mark.parametrize(
+    "library", [library for library in LIBRARIES if library.database == PG], indirect=True, ids=lambda x: x.name
+)
+async def test_a_transaction_that_has_failed_is_called_so(
+    library: Library, databases: Databases, outbox: Outbox
+) -> None:
+    """G1, S2-21: PostgreSQL refuses every statement after an error until the rollback."""
+    async with library.opened(databases) as link:
+        await link.begin()
+        with pytest.raises(Exception, match="no_such_table"):
+            await link.execute("SELECT * FROM no_such_table")
+        with pytest.raises(Exception, match="roll back|atomic") as caught:
+            await awaited(outbox.add(link.handle, {"n": 1}, topic="t"))
+        await link.rollback()
+
+    assert isinstance(caught.value, TransactionAbortedError) or "django" in type(caught.value).__module__
+    assert stored(databases, library, outbox) == []
