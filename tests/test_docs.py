@@ -147,3 +147,31 @@ def test_no_page_promises_what_nobody_can() -> None:
     sources = [*PAGES, *(ROOT / "src").rglob("*.py")]
 
     assert [str(path) for path in sources if "exactly-once" in path.read_text().lower()] == []
+
+
+async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
+    """S4-19, S2-41: a command handler's events are stored with its effect; a consumer skips what it has handled."""
+    pool: asyncpg.Pool = names["pool"]
+    await pool.execute("CREATE TABLE handled (consumer text, message_id uuid, PRIMARY KEY (consumer, message_id))")
+    await pool.execute("CREATE TABLE stock (reserved int)")
+    await pool.execute("INSERT INTO stock VALUES (0)")
+    page = (ROOT / "docs" / "patterns.md").read_text()
+    command_handler, consumer = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+    await execute(command_handler, names)
+
+    async def refused(connection: Any, command: Any) -> list[object]:  # noqa: ANN401
+        await connection.execute("INSERT INTO orders (id) VALUES (8)")
+        raise ValueError("out of stock")
+
+    with pytest.raises(ValueError, match="out of stock"):
+        await names["handle"]({"order_id": 8}, refused)
+    assert [row["id"] for row in await pool.fetch("SELECT id FROM orders")] == [7]
+    assert await pool.fetchval("SELECT count(*) FROM postroom_outbox") == 1
+
+    await execute(consumer, names)
+    message = Message(topic="orders", payload=b"{}")
+    for _ in range(3):
+        await names["reserve"](message)
+    await names["reserve"](Message(topic="orders", payload=b"{}"))
+    assert await pool.fetchval("SELECT reserved FROM stock") == 2

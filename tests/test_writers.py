@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -16,16 +17,16 @@ import aiosqlite
 import asyncmy
 import asyncmy.cursors
 import asyncpg
-import django
-import django.db.transaction
+import django  # type: ignore[import-untyped]
+import django.db.transaction  # type: ignore[import-untyped]
 import psycopg
 import psycopg.rows
 import pymysql
 import pymysql.cursors
 import pytest
 import sqlalchemy
-from django.conf import settings
-from django.utils.connection import ConnectionProxy
+from django.conf import settings  # type: ignore[import-untyped]
+from django.utils.connection import ConnectionProxy  # type: ignore[import-untyped]
 from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_asyncio
 from sqlalchemy.pool import NullPool
@@ -92,7 +93,7 @@ def look(databases: Databases, kind: str, sql: str) -> list[tuple[Any, ...]]:
     """Run a statement on a connection of our own, which sees only what is committed."""
     if kind == "postgres":
         with psycopg.connect(databases.postgres, autocommit=True) as connection:
-            found = connection.execute(sql)  # type: ignore[call-overload]
+            found = connection.execute(sql)
             return list(found.fetchall()) if found.description else []
     if kind == "mariadb":
         mysql = pymysql.connect(**mysql_options(databases.mariadb), autocommit=True)
@@ -189,7 +190,7 @@ class DjangoLink(Link):
         self.atomic.__exit__(None, None, None)
 
     async def rollback(self) -> None:
-        self.handle.set_rollback(True)  # noqa: FBT003 -- Django's own signature
+        self.handle.set_rollback(True)
         self.atomic.__exit__(None, None, None)
 
     async def execute(self, sql: str) -> None:
@@ -220,7 +221,7 @@ def link_to(handle: object, kind: type[Link]) -> Link:
     return link
 
 
-async def asyncpg_connection(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001, ARG001
+async def asyncpg_connection(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
     connection = await asyncpg.connect(databases.postgres)
     try:
         yield link_to(connection, AsyncpgLink)
@@ -228,7 +229,7 @@ async def asyncpg_connection(databases: Databases, autocommit: bool) -> AsyncGen
         await connection.close()
 
 
-async def asyncpg_pool(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001, ARG001
+async def asyncpg_pool(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
     async with asyncpg.create_pool(databases.postgres, min_size=1, max_size=1) as pool, pool.acquire() as connection:
         yield link_to(connection, AsyncpgLink)
 
@@ -360,10 +361,10 @@ def begin_by_event(engine: sqlalchemy.Engine) -> None:
 
 
 def django_connection(database: str) -> Opener:
-    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001, ARG001
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
         if database == "postgres":
             url = sqlalchemy.make_url(databases.postgres)
-            options = {
+            options: dict[str, Any] = {
                 "ENGINE": "django.db.backends.postgresql",
                 "NAME": url.database,
                 "USER": url.username,
@@ -456,12 +457,12 @@ def outbox() -> Outbox:
 
 
 def stored(databases: Databases, library: Library, outbox: Outbox, column: str = "topic") -> list[Any]:
-    sql = f"SELECT {column} FROM postroom_outbox WHERE namespace = '{outbox.namespace}' ORDER BY seq"  # noqa: S608
+    sql = f"SELECT {column} FROM postroom_outbox WHERE namespace = '{outbox.namespace}' ORDER BY seq"
     return [row[0] for row in look(databases, library.database, sql)]
 
 
 def business(databases: Databases, library: Library, identity: str) -> int:
-    sql = f"SELECT count(*) FROM business WHERE id = '{identity}'"  # noqa: S608
+    sql = f"SELECT count(*) FROM business WHERE id = '{identity}'"
     count: int = look(databases, library.database, sql)[0][0]
     return count
 
@@ -610,9 +611,151 @@ async def test_a_transaction_that_has_failed_is_called_so(
         await link.begin()
         with pytest.raises(Exception, match="no_such_table"):
             await link.execute("SELECT * FROM no_such_table")
-        with pytest.raises(Exception, match="roll back|atomic") as caught:
+        with pytest.raises(Exception, match=r"roll back|atomic") as caught:
             await awaited(outbox.add(link.handle, {"n": 1}, topic="t"))
         await link.rollback()
 
     assert isinstance(caught.value, TransactionAbortedError) or "django" in type(caught.value).__module__
     assert stored(databases, library, outbox) == []
+
+
+# -- what holds for some of them -------------------------------------------------------------------------------
+
+
+def named(name: str) -> Library:
+    return next(library for library in LIBRARIES if library.name == name)
+
+
+async def test_a_row_written_past_sqlalchemy_escapes_the_rollback_and_ours_does_not(
+    databases: Databases, outbox: Outbox
+) -> None:
+    """G1, S2-21: SQLAlchemy sends BEGIN with its first statement, so before it asyncpg itself is in no transaction."""
+    escaped = uuid4().hex
+    library = named("async-connection-asyncpg")
+
+    async with library.opened(databases) as link:
+        raw = await link.handle.get_raw_connection()
+        await raw.driver_connection.execute(f"INSERT INTO business (id) VALUES ('{escaped}')")
+        await link.rollback()
+    async with library.opened(databases) as link:
+        await outbox.add(link.handle, {"n": 1}, topic="t")
+        await link.rollback()
+
+    assert business(databases, library, escaped) == 1
+    assert stored(databases, library, outbox) == []
+
+
+async def test_codecs_that_the_caller_has_set_do_not_change_what_is_stored(
+    databases: Databases, outbox: Outbox
+) -> None:
+    """S2-21: asyncpg encodes by the codecs of the connection, whoever set them."""
+    library = named("asyncpg")
+    async with library.opened(databases) as link:
+        for kind in ("json", "jsonb"):
+            await link.handle.set_type_codec(kind, encoder=lambda _: '"broken"', decoder=str, schema="pg_catalog")
+        await link.handle.set_type_codec("uuid", encoder=str, decoder=str, schema="pg_catalog")
+        await link.begin()
+        one = await outbox.add(link.handle, {"n": 1}, topic="t", headers={"a": "b"}, dedupe_key="k")
+        many = await outbox.add(link.handle, [{"n": 1}, {"n": 2}], topic="t", headers={"a": "b"})
+        again = await outbox.add(link.handle, {"n": 1}, topic="t", dedupe_key="k")
+        await link.commit()
+
+    assert stored(databases, library, outbox, "headers") == [{"a": "b"}] * 3
+    assert again == Added(one.id, added=False)
+    assert all(item.added for item in many)
+
+
+async def test_asyncpg_prepares_the_statement_of_add_once(databases: Databases, outbox: Outbox) -> None:
+    """S2-17: a second add on a connection costs one round trip."""
+    async with named("asyncpg").opened(databases) as link:
+        await link.begin()
+        for n in range(5):
+            await outbox.add(link.handle, {"n": n}, topic=f"topic-{n}", key=f"key-{n}", delay=timedelta(seconds=n))
+        prepared = await link.handle.fetchval(
+            "SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE 'INSERT INTO %outbox%'"
+        )
+        await link.commit()
+
+    assert prepared == 1
+
+
+async def test_a_session_that_does_not_begin_by_itself_is_refused_before_it_begins(
+    databases: Databases, outbox: Outbox
+) -> None:
+    """G1: SQLAlchemy's own error would not say what it means for the message."""
+    opener = alchemy("postgresql+psycopg", lambda engine: orm.Session(engine, autobegin=False))
+    async with Library("session", PG, opener).opened(databases) as link:
+        with pytest.raises(NotInTransactionError, match=r"session\.begin"):
+            outbox.add(link.handle, {"n": 1}, topic="t")
+        with link.handle.begin():
+            assert outbox.add(link.handle, {"n": 1}, topic="t").added
+
+    assert stored(databases, named("psycopg"), outbox) == ["t"]
+
+
+async def test_a_batch_larger_than_a_packet_is_added_whole(databases: Databases, outbox: Outbox) -> None:
+    """G11: MariaDB takes 16 MiB at once, and a payload may double when its bytes are escaped."""
+    library = named("pymysql")
+    payload = b"\x00'\\\xff" * (64 * 1024)
+    async with library.opened(databases) as link:
+        added = outbox.add(link.handle, [payload] * 80, topic="t")
+        await link.commit()
+
+    assert [item.added for item in added] == [True] * 80
+    assert stored(databases, library, outbox, "LENGTH(payload)") == [len(payload)] * 80
+
+
+async def test_a_duplicate_that_the_snapshot_cannot_see_is_a_serialization_failure_and_no_second_row(
+    databases: Databases, outbox: Outbox
+) -> None:
+    """G10, Q2-1: at REPEATABLE READ PostgreSQL asks for the whole transaction to be run again; then it is told."""
+    async with named("asyncpg").opened(databases) as late, named("asyncpg").opened(databases) as early:
+        async with early.handle.transaction():
+            first = await outbox.add(early.handle, {"n": 0}, topic="t", dedupe_key="seen")
+        with pytest.raises(asyncpg.SerializationError):
+            async with late.handle.transaction(isolation="repeatable_read"):
+                seen = await outbox.add(late.handle, {"n": 1}, topic="t", dedupe_key="seen")
+                async with early.handle.transaction():
+                    winner = await outbox.add(early.handle, {"n": 1}, topic="t", dedupe_key="unseen")
+                await outbox.add(late.handle, {"n": 1}, topic="t", dedupe_key="unseen")
+        async with late.handle.transaction(isolation="repeatable_read"):
+            again = await outbox.add(late.handle, {"n": 1}, topic="t", dedupe_key="unseen")
+
+    assert seen == Added(first.id, added=False)
+    assert again == Added(winner.id, added=False)
+    assert len(stored(databases, named("asyncpg"), outbox)) == 2
+
+
+@pytest.mark.parametrize("kind", ["pymysql", "asyncmy"])
+async def test_a_duplicate_that_the_snapshot_cannot_see_is_told_on_mariadb(
+    kind: str, databases: Databases, outbox: Outbox
+) -> None:
+    """G10, S2-22, Q2-1: its default isolation reads a snapshot, past which the id is looked up."""
+    async with named(kind).opened(databases) as late, named(kind).opened(databases) as early:
+        await late.execute("SELECT count(*) FROM postroom_outbox")
+        winner = await awaited(outbox.add(early.handle, {"n": 1}, topic="t", dedupe_key="k"))
+        await early.commit()
+        loser = await awaited(outbox.add(late.handle, {"n": 2}, topic="t", dedupe_key="k"))
+        await late.commit()
+
+    assert loser == Added(winner.id, added=False)
+    assert len(stored(databases, named(kind), outbox)) == 1
+
+
+async def test_a_producer_without_the_right_to_read_can_add_one_message(databases: Databases, outbox: Outbox) -> None:
+    """S2-17: an outbox may be a letter box."""
+    role = f"r{uuid4().hex}"
+    look(databases, PG, f"CREATE ROLE {role}")
+    look(databases, PG, f"GRANT INSERT ON postroom_outbox TO {role}")
+    try:
+        async with named("asyncpg").opened(databases) as link:
+            await link.begin()
+            await link.execute(f"SET LOCAL ROLE {role}")
+            added = await outbox.add(link.handle, {"n": 1}, topic="t", dedupe_key="k")
+            await link.commit()
+    finally:
+        look(databases, PG, f"DROP OWNED BY {role}")
+        look(databases, PG, f"DROP ROLE {role}")
+
+    assert added.added
+    assert stored(databases, named("asyncpg"), outbox) == ["t"]

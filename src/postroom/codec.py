@@ -60,11 +60,10 @@ class JSONCodec:
     def encode(self, event: object) -> bytes:
         """Return compact UTF-8 JSON."""
         try:
-            if type(event) is not dict:  # the most common event takes the quick way
-                if isinstance(event, _Model):
-                    return event.model_dump_json().encode()
-                if _is_struct(event):
-                    return cast("bytes", sys.modules["msgspec"].json.encode(event))
+            if isinstance(event, _Model):
+                return event.model_dump_json().encode()
+            if _is_struct(event):
+                return cast("bytes", sys.modules["msgspec"].json.encode(event))
             text = json.dumps(event, default=_plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
             return text.encode()
         except (TypeError, ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Generic, Literal, LiteralString, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 from uuid import UUID, uuid4
 
@@ -98,7 +98,7 @@ class SQLHarness(StoreHarness):
         await self.store.open()
 
     @abstractmethod
-    async def execute(self, sql: LiteralString, *params: object) -> Sequence[Sequence[Any]]:
+    async def execute(self, sql: str, *params: object) -> Sequence[Sequence[Any]]:
         """Run a statement with ``%s`` parameters in a transaction of its own and return its rows."""
 
     async def another(self, *, namespace: str | None = None, keep_delivered: timedelta | None = None) -> SQLStore:
@@ -112,13 +112,13 @@ class SQLHarness(StoreHarness):
         columns = ["next_attempt_at", "locked_until", "delivered_at", "created_at", "updated_at"]
         changes = ", ".join(f"{name} = {self.shifted.format(name)}" for name in columns)
         amount = by // timedelta(milliseconds=1)
-        # The names are those above; psycopg's types want a literal.
-        text = cast("LiteralString", f"UPDATE postroom_outbox SET {changes}")
-        await self.execute(text, *[amount] * len(columns))
+        await self.execute(f"UPDATE postroom_outbox SET {changes}", *[amount] * len(columns))
 
     async def rows(self) -> list[StoredRow]:
         due, lease, changed = (self.from_now.format(n) for n in ("next_attempt_at", "locked_until", "updated_at"))
-        text = f"SELECT id, status, attempts, token, {due}, locked_by, {lease}, last_error, {changed} FROM postroom_outbox"
+        text = (
+            f"SELECT id, status, attempts, token, {due}, locked_by, {lease}, last_error, {changed} FROM postroom_outbox"
+        )
         return [
             StoredRow(
                 id=to_uuid(row[0]),
@@ -131,12 +131,12 @@ class SQLHarness(StoreHarness):
                 last_error=row[7],
                 unchanged_for=timedelta(milliseconds=-float(row[8])),
             )
-            for row in await self.execute(cast("LiteralString", f"{text} ORDER BY seq"))
+            for row in await self.execute(f"{text} ORDER BY seq")
         ]
 
     async def damage(self, message_id: UUID) -> None:
-        where = cast("LiteralString", "UPDATE postroom_outbox SET headers = %s WHERE id = %s")
-        await self.execute(where, self.broken_headers, self.stored(message_id))
+        change = "UPDATE postroom_outbox SET headers = %s WHERE id = %s"
+        await self.execute(change, self.broken_headers, self.stored(message_id))
 
     def stored(self, identity: UUID) -> object:
         return identity
@@ -184,7 +184,7 @@ class SQLiteHarness(SQLHarness):
         finally:
             connection.close()
 
-    async def execute(self, sql: LiteralString, *params: object) -> Sequence[Sequence[Any]]:
+    async def execute(self, sql: str, *params: object) -> Sequence[Sequence[Any]]:
         async with self.transaction() as connection:
             return connection.execute(sql.replace("%s", "?"), params).fetchall()
 
@@ -212,7 +212,7 @@ class PostgresHarness(SQLHarness):
                 await connection.close()
                 raise
 
-    async def execute(self, sql: LiteralString, *params: object) -> Sequence[Sequence[Any]]:
+    async def execute(self, sql: str, *params: object) -> Sequence[Sequence[Any]]:
         async with self.psycopg_transaction() as connection:
             cursor = await connection.execute(sql, params)
             return await cursor.fetchall() if cursor.description else []
@@ -278,7 +278,7 @@ class MariaDBHarness(SQLHarness):
                 connection.close()
                 raise
 
-    async def execute(self, sql: LiteralString, *params: object) -> Sequence[Sequence[Any]]:
+    async def execute(self, sql: str, *params: object) -> Sequence[Sequence[Any]]:
         async with self.transaction() as connection, connection.cursor() as cursor:
             await cursor.execute(sql, params or None)
             rows: Sequence[Sequence[Any]] = await cursor.fetchall() if cursor.description else ()

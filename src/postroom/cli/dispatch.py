@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TextIO
 from uuid import UUID
@@ -104,6 +104,15 @@ def dispatch(  # noqa: PLR0913 -- one for each option
     sys.exit(run(lambda: session.run(dispatcher, once=once)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Signalled(events.Event):
+    """Somebody wants the process to end."""
+
+    level = logging.INFO
+    text = "stopping, a second signal ends at once"
+    signal: str
+
+
 class EventLog:
     """Writes events as lines of text or JSON."""
 
@@ -183,6 +192,7 @@ class _Session:
 
     def _on_signal(self, number: int) -> None:
         self._signals.append(number)
+        self._log(_Signalled(signal.Signals(number).name))
         if self._dispatcher is not None:
             self._dispatcher.stop_soon()
         if len(self._signals) > 1:

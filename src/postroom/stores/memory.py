@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -13,7 +13,7 @@ from uuid import UUID
 from ..errors import NotInTransactionError
 from ..message import DEFAULT_NAMESPACE, Message
 from ..outbox import Added, Addition, Outbox, Writer
-from ..store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
+from ..store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
 from .sql.claiming import suspect_after
 
 __all__ = ["MemoryRow", "MemoryStore", "MemoryTransaction", "writer_for"]
@@ -63,7 +63,7 @@ class MemoryStore:
         self._turn = 0
 
     @contextmanager
-    def transaction(self) -> Iterator[MemoryTransaction]:
+    def transaction(self) -> Generator[MemoryTransaction]:
         """Open a transaction for `Outbox.add`; leaving it with an error discards what was added."""
         transaction = MemoryTransaction(self)
         try:
@@ -95,7 +95,7 @@ class MemoryStore:
 
     def _lines(self, terms: ClaimTerms) -> list[list[MemoryRow]]:
         """Return what has to go out one after the other: the messages of a key, or a single one without."""
-        waiting = {"pending", "processing"} | ({"dead"} if terms.on_dead == "block" else set())
+        waiting = {"pending", "processing", "dead"} if terms.on_dead == "block" else {"pending", "processing"}
         lines: dict[object, list[MemoryRow]] = {}
         for row in self._mine():
             place = row.message.id if row.message.key is None else (row.message.topic, row.message.key)
@@ -116,7 +116,11 @@ class MemoryStore:
             return False
         if row.status != "processing" and (row.status, status) != ("dead", "delivered"):
             return row.status == status  # it was settled before, in this way or in another
-        row.become(status, now)
+        self._record(row, outcome, now)
+        return True
+
+    def _record(self, row: MemoryRow, outcome: Outcome, now: datetime) -> None:
+        row.become(_STATUS[type(outcome)], now)
         match outcome:
             case Delivered():
                 row.error = None
@@ -128,7 +132,6 @@ class MemoryStore:
                 row.error = error
             case Release(delay):
                 row.due, row.message = now + delay, replace(row.message, attempt=row.message.attempt - 1)
-        return True
 
     async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
         """Lease claims anew from now on; return those that were lost."""

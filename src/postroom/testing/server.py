@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import stat
@@ -213,10 +212,8 @@ class Server(ABC):
     def _discard(self) -> None:
         if self.pid:
             self.kill9()
-        if self.home:
-            shutil.rmtree(self.home)
         if self._watchdog:
-            self._watchdog.dismiss()
+            self._watchdog.dismiss()  # which also removes the folder
         self.home = self._watchdog = self._process = None
 
     def _wait(self, is_met: Callable[[], bool], goal: str) -> None:

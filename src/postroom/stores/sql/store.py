@@ -371,7 +371,10 @@ class SQLiteStore(SQLStore):
             cursor = connection.execute(sql, params)
             return Result(cursor.fetchall() if statement.returns else (), cursor.rowcount)
 
+        was_in_transaction = connection.in_transaction
         run(SQLiteSchema(SQLite(Names(table=table))).apply(), execute)
+        if connection.in_transaction and not was_in_transaction:
+            connection.commit()  # of the transaction that sqlite3 opens by itself before an INSERT
 
 
 def _postgres_driver(name: Literal["asyncpg", "psycopg"], place: Place, connections: int) -> Driver:

@@ -117,11 +117,11 @@ def _was_refused(error: Exception) -> bool:
         return False
     if isinstance(cause, sqlite3.Error):
         return True
-    state: str | None = getattr(cause, "sqlstate", None)
-    if state is not None:
-        return postgres_error(state) is not StoreUnavailableError
     number = cause.args[0] if cause.args else None
-    return isinstance(number, int) and number != _DURING_COMMIT and mysql_error(number) is not StoreUnavailableError
+    if isinstance(number, int):
+        return number != _DURING_COMMIT and mysql_error(number) is not StoreUnavailableError
+    state: str | None = getattr(cause, "sqlstate", None)
+    return state is not None and postgres_error(state) is not StoreUnavailableError
 
 
 def hint(wake: Wake) -> None:

@@ -72,6 +72,10 @@ def _first_of_each(added: list[Added]) -> list[Added]:
     return added
 
 
+#: As PostgreSQL calls it, for a table and for its schema, and MySQL with and without its SQLSTATE.
+_NO_TABLE: Final = frozenset({"42P01", "3F000", "42S02", 1146})
+
+
 def _explain(error: Exception, dialect: Dialect) -> None:
     """Raise our error for the failures that have a remedy of ours; others stay as the caller's library says them."""
     if hasattr(error, "hide_parameters"):
@@ -80,7 +84,7 @@ def _explain(error: Exception, dialect: Dialect) -> None:
         code = getattr(cause, "sqlstate", None) or (cause.args[0] if cause is not None and cause.args else None)
         if code == "25P02":
             raise TransactionAbortedError from error
-        if code in {"42P01", "3F000", 1146} or (isinstance(code, str) and code.startswith("no such table")):
+        if code in _NO_TABLE or (isinstance(code, str) and code.startswith("no such table")):
             raise SchemaMissingError(dialect.identifiers["outbox"]) from error
 
 

@@ -1,5 +1,7 @@
 """Adding: a message is there if and only if its transaction committed, and once."""
 
+# ruff: noqa: PLR2004 -- expectations are literals
+
 from __future__ import annotations
 
 import asyncio
@@ -10,7 +12,7 @@ import pytest
 
 from ...errors import TenantMismatchError
 from ...message import Message
-from ...store import Delivered, Settlement
+from ...store import Claim, Delivered, Settlement
 from .harness import MINUTE, SECOND, TERMS, StoreHarness, numbered, numbers, states
 
 __all__ = ["AddingContract"]
@@ -54,14 +56,15 @@ class AddingContract:
 
     async def test_a_transaction_that_rolls_back_late_is_never_claimed(self, harness: StoreHarness) -> None:
         """G3: also not by a claim that was waiting for it."""
+        claiming: list[asyncio.Task[list[Claim]]] = []
         with pytest.raises(ZeroDivisionError):
             async with harness.transaction() as transaction:
                 await harness.write(transaction, numbered(1))
-                waiting = asyncio.create_task(harness.store.claim(10, TERMS))
-                await asyncio.wait({waiting}, timeout=0.05)
+                claiming.append(asyncio.create_task(harness.store.claim(10, TERMS)))
+                await asyncio.wait(claiming, timeout=0.05)
                 raise ZeroDivisionError
 
-        assert await waiting == []
+        assert await asyncio.gather(*claiming) == [[]]
         assert await harness.store.claim(10, TERMS) == []
 
     async def test_a_message_comes_out_as_it_went_in(self, harness: StoreHarness) -> None:

@@ -1,5 +1,7 @@
 """Claiming: a message is leased to one worker at a time, and every try is counted before it begins."""
 
+# ruff: noqa: PLR2004 -- expectations are literals
+
 from __future__ import annotations
 
 import asyncio
@@ -139,7 +141,9 @@ class ClaimingContract:
 
     async def test_messages_of_skipped_topics_are_left_alone(self, harness: StoreHarness) -> None:
         """G13: a destination that is down costs no attempts; suspects wait as well."""
-        await harness.add(numbered(1, topic="down"), numbered(2, topic="down", key="a"), numbered(3), numbered(4, key="a"))
+        await harness.add(
+            numbered(1, topic="down"), numbered(2, topic="down", key="a"), numbered(3), numbered(4, key="a")
+        )
 
         claimed = await harness.store.claim(10, terms(skip_topics=("down", "also down")))
         later = await harness.store.claim(10, TERMS)

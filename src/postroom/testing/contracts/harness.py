@@ -78,7 +78,11 @@ class StoreHarness(ABC):
         raise NotImplementedError
 
     async def write(
-        self, transaction: Any, *events: object, namespace: str | None = None, **options: Unpack[Options]  # noqa: ANN401
+        self,
+        transaction: Any,  # noqa: ANN401 -- of whatever library
+        *events: object,
+        namespace: str | None = None,
+        **options: Unpack[Options],
     ) -> list[Added]:
         """Add messages in a transaction that is open."""
         outbox = Outbox(namespace=namespace or self.store.namespace)
@@ -107,7 +111,8 @@ class _RolledBack(Exception):  # noqa: N818 -- what happened, not what went wron
 
 def terms(**changes: Any) -> ClaimTerms:  # noqa: ANN401 -- those of ClaimTerms
     """Return terms of a new worker: half a minute's lease, ten attempts."""
-    return ClaimTerms(**{"worker": uuid4(), "lease": 30 * SECOND, "max_attempts": 10, **changes})
+    chosen: dict[str, Any] = {"worker": uuid4(), "lease": 30 * SECOND, "max_attempts": 10, **changes}
+    return ClaimTerms(**chosen)
 
 
 #: The terms of a worker of no special interest.
@@ -116,7 +121,8 @@ TERMS = terms()
 
 def numbered(number: int, **fields: Any) -> Message:  # noqa: ANN401 -- those of Message
     """Return a message that can be told by its number."""
-    return Message(**{"topic": "orders", "type": "order.placed", "payload": str(number).encode(), **fields})
+    chosen: dict[str, Any] = {"topic": "orders", "type": "order.placed", **fields}
+    return Message(payload=str(number).encode(), **chosen)
 
 
 def numbers(claims: Sequence[Claim]) -> list[int]:

@@ -1,5 +1,7 @@
 """Order: of one key only the head goes, with followers that travel together, and nobody else waits for it."""
 
+# ruff: noqa: PLR2004 -- expectations are literals
+
 from __future__ import annotations
 
 import asyncio
@@ -45,7 +47,11 @@ class OrderingContract:
     async def test_keys_and_messages_without_one_do_not_wait_for_each_other(self, harness: StoreHarness) -> None:
         """G6: a key is a line of its own, in its own topic."""
         await harness.add(
-            numbered(1, key="a"), numbered(2, key="a"), numbered(3, key="b"), numbered(4), numbered(5, key="a", topic="t")
+            numbered(1, key="a"),
+            numbered(2, key="a"),
+            numbered(3, key="b"),
+            numbered(4),
+            numbered(5, key="a", topic="t"),
         )
         await harness.store.claim(1, TERMS)
         await harness.store.claim(1, TERMS)
@@ -231,7 +237,9 @@ class OrderingContract:
         await harness.store.settle([Settlement(c, Dead("no")) for c in await self._claim_all(harness)])
         await harness.add(*[numbered(100 + n, key=f"k{n:02}") for n in range(40)])
         await harness.advance(SECOND)
-        await harness.add(numbered(1000, key="a first"), numbered(1001, key="z last"), numbered(1002, key="k20 between"))
+        await harness.add(
+            numbered(1000, key="a first"), numbered(1001, key="z last"), numbered(1002, key="k20 between")
+        )
 
         # Looking at some keys in each claim is enough, as long as the next one looks at others.
         claimed = [number for _ in range(60) for number in numbers(await harness.store.claim(limit, TERMS))]

@@ -1,5 +1,7 @@
 """Settling: what became of a claim is recorded for its holder alone, and once."""
 
+# ruff: noqa: PLR2004 -- expectations are literals
+
 from __future__ import annotations
 
 from datetime import timedelta

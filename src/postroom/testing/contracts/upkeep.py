@@ -1,5 +1,7 @@
 """Upkeep: sweeping, purging, counting, hinting, opening and closing."""
 
+# ruff: noqa: PLR2004 -- expectations are literals
+
 from __future__ import annotations
 
 import asyncio

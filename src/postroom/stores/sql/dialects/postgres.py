@@ -256,19 +256,20 @@ class PostgreSQL(Dialect):
         )
         return {self.to_uuid(row[0]): (row[1], row[2]) for row in states.rows}
 
+    # The planner knows how many rows were leased when it last looked, which says nothing about now. So ids are found by
+    # the primary key, tokens in a hashed list (that is what the double NOT is for), and states are named by what they
+    # are not, which no partial index can be mistaken for.
     held: ClassVar[str] = """
-        FROM unnest(:ids::uuid[], :tokens::bigint[]) AS held(id, token)
-        WHERE {outbox}.id = held.id AND {outbox}.token = held.token
+        WHERE id = ANY (:ids::uuid[])
+          AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[])))
         """
     _keep: ClassVar[str] = f"""
         UPDATE {{outbox}}
         SET status = 'delivered', delivered_at = clock_timestamp(), updated_at = clock_timestamp(),
             locked_by = NULL, locked_until = NULL, last_error = NULL
-        {held} AND status IN ('processing', 'dead')
+        {held} AND status NOT IN ('pending', 'delivered')
         """
-    _delete: ClassVar[str] = (
-        f"DELETE FROM {{outbox}} {held.replace('FROM', 'USING', 1)} AND status IN ('processing', 'dead')"
-    )
+    _delete: ClassVar[str] = f"DELETE FROM {{outbox}} {held} AND status NOT IN ('pending', 'delivered')"
 
     def _deliver(self, claims: Sequence[Claim], *, keep: bool) -> Statement:
         return self.sql(self._keep if keep else self._delete, **_held(claims))
@@ -276,7 +277,7 @@ class PostgreSQL(Dialect):
     changing: ClassVar[str] = """
         FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])
              AS held(id, token, delay, error)
-        WHERE {outbox}.id = held.id AND {outbox}.token = held.token AND status = 'processing'
+        WHERE {outbox}.id = held.id AND {outbox}.token = held.token AND status NOT IN ('pending', 'delivered', 'dead')
         """
 
     def _retry(self, retried: Sequence[tuple[Claim, Retry]]) -> Statement:
@@ -322,7 +323,7 @@ class PostgreSQL(Dialect):
         extended = yield self.sql(
             "UPDATE {outbox} SET locked_until = {later}, updated_at = clock_timestamp()"
             + self.held
-            + "AND status = 'processing'",
+            + "AND status NOT IN ('pending', 'delivered', 'dead')",
             duration=lease,
             **_held(claims),
         )

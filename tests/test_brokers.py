@@ -1,0 +1,405 @@
+"""The simple brokers: in memory, on a stream, in a file."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import fcntl
+import io
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from postroom import Delivered, Message, Release
+from postroom.brokers import FileBroker, LinesBroker, MemoryBroker, open_url
+from postroom.errors import BrokerUnavailableError, ConfigurationError, UnknownURLError
+
+
+def order(number: int, *, topic: str = "orders") -> Message:
+    return Message(topic=topic, type="order.placed", payload=b'{"number": %d}' % number)
+
+
+def parsed(text: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+async def test_the_memory_broker_keeps_what_it_confirmed_in_order() -> None:
+    broker = MemoryBroker()
+    messages = [order(number) for number in range(3)]
+
+    outcomes = [*await broker.publish(messages[:2]), *await broker.publish(messages[2:])]
+
+    assert outcomes == [Delivered()] * 3
+    assert broker.received == messages
+
+
+async def test_the_memory_broker_forgets_the_oldest_beyond_its_bound() -> None:
+    """G11: memory has a limit, and what was dropped is still counted."""
+    broker = MemoryBroker(keep=2)
+    messages = [order(number) for number in range(5)]
+
+    await broker.publish(messages)
+
+    assert broker.received == messages[3:]
+    assert broker.confirmed == 5
+
+
+def test_a_memory_broker_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="keep=0"):
+        MemoryBroker(keep=0)
+
+
+async def test_a_memory_broker_that_is_down_takes_nothing_until_it_is_up() -> None:
+    broker = MemoryBroker()
+    broker.down()
+
+    with pytest.raises(BrokerUnavailableError):
+        await broker.publish([order(1)])
+    refused = broker.received
+    broker.up()
+    await broker.publish([order(2)])
+
+    assert refused == []
+    assert [message.payload for message in broker.received] == [b'{"number": 2}']
+
+
+async def test_a_topic_can_be_down_alone() -> None:
+    broker = MemoryBroker()
+    broker.down("orders")
+
+    while_down = await broker.publish([order(1), order(2, topic="stock")])
+    broker.up("orders")
+    afterwards = await broker.publish([order(1)])
+
+    assert while_down == [Release(), Delivered()]
+    assert afterwards == [Delivered()]
+    assert [message.topic for message in broker.received] == ["stock", "orders"]
+
+
+# -- lines -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_line_is_a_cloud_event_with_everything_that_the_message_says() -> None:
+    """G5, S2-41: the id that consumers are idempotent on travels with the message."""
+    stream = io.BytesIO()
+    message = Message(
+        id=UUID("0199c0de-0000-7000-8000-000000000001"),
+        topic="orders",
+        type="order.placed",
+        key="42",
+        namespace="shop",
+        payload=b'{"total": 1.5, "name": "\xc3\xa9"}',
+        headers={"traceparent": "00-1-2-01"},
+        tenant_id=UUID("00000000-0000-0000-0000-000000000007"),
+        time=datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC),
+        attempt=2,
+        token=9,
+    )
+
+    outcomes = await LinesBroker(stream).publish([message])
+
+    assert outcomes == [Delivered()]
+    assert parsed(stream.getvalue()) == [
+        {
+            "specversion": "1.0",
+            "id": "0199c0de-0000-7000-8000-000000000001",
+            "source": "postroom:shop",
+            "type": "order.placed",
+            "datacontenttype": "application/json",
+            "subject": "42",
+            "time": "2030-01-02T03:04:05+00:00",
+            "topic": "orders",
+            "tenantid": "00000000-0000-0000-0000-000000000007",
+            "headers": {"traceparent": "00-1-2-01"},
+            "postroomattempt": 2,
+            "postroomtoken": 9,
+            "data": {"total": 1.5, "name": "é"},
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "payload"),
+    [
+        ("application/octet-stream", b"\x00\xff"),
+        ("text/plain", b"{}"),
+        ("application/json", b"{not json"),
+        ("application/json", b"\xff\xfe"),
+        ("application/json", b'{"x": NaN}'),
+        ("application/json", b'{"x": 1e999}'),
+        ("application/json", b"[" * 100_000 + b"]" * 100_000),
+    ],
+)
+async def test_what_is_no_json_travels_as_the_bytes_that_it_is(content_type: str, payload: bytes) -> None:
+    """S2-36: a payload is never refused for what is in it."""
+    stream = io.BytesIO()
+
+    await LinesBroker(stream).publish([Message(topic="t", type="t", payload=payload, content_type=content_type)])
+
+    (event,) = parsed(stream.getvalue())
+    assert base64.b64decode(event["data_base64"]) == payload
+    assert "data" not in event
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/vnd.shop+json"])
+async def test_every_kind_of_json_stands_in_the_line_as_json(content_type: str) -> None:
+    stream = io.BytesIO()
+
+    await LinesBroker(stream).publish([Message(topic="t", type="t", payload=b"[1]", content_type=content_type)])
+
+    assert parsed(stream.getvalue())[0]["data"] == [1]
+
+
+async def test_a_message_with_line_breaks_and_control_characters_stays_one_line_of_ascii() -> None:
+    stream = io.BytesIO()
+    payload = json.dumps({"x": "a\nb\x1b\x9b\u2028"}, ensure_ascii=False).encode()
+
+    await LinesBroker(stream).publish([Message(topic="t", type="t", payload=payload)])
+
+    assert stream.getvalue().isascii()
+    assert stream.getvalue().count(b"\n") == 1
+    assert b"\x1b" not in stream.getvalue()
+
+
+async def test_nothing_is_confirmed_before_a_buffer_is_flushed() -> None:
+    """A buffered line would be lost with the process."""
+    reading, writing = os.pipe()
+    with io.FileIO(reading) as reader, io.BufferedWriter(io.FileIO(writing, "w"), 1_000_000) as stream:
+        await LinesBroker(stream).publish([order(1)])
+
+        os.set_blocking(reading, False)
+        assert parsed(reader.read(65536) or b"")[0]["data"] == {"number": 1}
+
+
+async def test_a_batch_larger_than_a_pipe_is_written_whole_while_the_loop_goes_on() -> None:
+    reading, writing = os.pipe()
+    with io.FileIO(reading) as reader, io.FileIO(writing, "w") as stream:
+        publishing = asyncio.create_task(LinesBroker(stream).publish([order(number) for number in range(2000)]))
+        text = b""
+        while text.count(b"\n") < 2000:
+            text += await asyncio.to_thread(reader.read, 65536)
+        await publishing
+
+    assert [event["data"]["number"] for event in parsed(text)] == list(range(2000))
+
+
+async def test_a_reader_that_has_gone_is_an_outage_and_is_remembered() -> None:
+    """G13: it costs no attempt."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with io.FileIO(writing, "w") as stream:
+        broker = LinesBroker(stream)
+
+        with pytest.raises(BrokerUnavailableError):
+            await broker.publish([order(1)])
+
+        assert broker.is_gone
+
+
+class HalfFull(io.BytesIO):
+    """A stream that has room for so much, until somebody makes room."""
+
+    room = 0
+
+    def write(self, data: Any, /) -> int:  # noqa: ANN401 -- as in io
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        size = super().write(bytes(data[: self.room]))
+        self.room -= size
+        return size
+
+
+async def test_a_line_that_broke_off_does_not_spoil_the_next() -> None:
+    stream = HalfFull()
+    broker = LinesBroker(stream)
+    stream.room = 20
+    with pytest.raises(BrokerUnavailableError):
+        await broker.publish([order(1)])
+    stream.room = 100_000
+
+    await broker.publish([order(1), order(2)])
+
+    torn, *whole = stream.getvalue().splitlines()
+    assert len(torn) == 20
+    assert [json.loads(line)["data"]["number"] for line in whole] == [1, 2]
+
+
+async def test_a_batch_given_up_before_its_turn_is_never_written() -> None:
+    """A late line would come after newer ones of its key."""
+    reading, writing = os.pipe()
+    with io.FileIO(reading) as reader, io.FileIO(writing, "w") as stream:
+        broker = LinesBroker(stream)
+        large = Message(topic="t", type="t", payload=json.dumps("x" * 200_000).encode())
+        stuck = asyncio.create_task(broker.publish([large]))
+        text = await asyncio.to_thread(reader.read, 1000)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await broker.publish([order(1)])
+
+        while not text.endswith(b"\n"):
+            text += await asyncio.to_thread(reader.read, 65536)
+        await stuck
+        await broker.publish([order(2)])
+        text += await asyncio.to_thread(reader.read, 65536)
+
+    assert [event["data"] for event in parsed(text)][1:] == [{"number": 2}]
+
+
+# -- file --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_file_broker_appends_batches_and_keeps_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "messages.jsonl"
+    path.write_bytes(b'{"data": "before"}\n')
+    broker = FileBroker(path)
+
+    outcomes = [*await broker.publish([order(1), order(2)]), *await broker.publish([order(3)])]
+
+    assert outcomes == [Delivered()] * 3
+    assert [event["data"] for event in parsed(path.read_bytes())] == [
+        "before",
+        {"number": 1},
+        {"number": 2},
+        {"number": 3},
+    ]
+
+
+async def test_a_new_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    await FileBroker(tmp_path / "messages.jsonl").publish([order(1)])
+
+    assert (tmp_path / "messages.jsonl").stat().st_mode & 0o077 == 0
+
+
+async def test_half_a_line_left_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> None:
+    """G2: what is confirmed after a crash can be read."""
+    path = tmp_path / "messages.jsonl"
+    path.write_bytes(b'{"whole": 1}\n{"hal')
+
+    await FileBroker(path).publish([order(1)])
+
+    whole, half, line = path.read_bytes().splitlines()
+    assert json.loads(whole) == {"whole": 1}
+    assert half == b'{"hal'
+    assert json.loads(line)["data"] == {"number": 1}
+
+
+async def test_a_file_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "messages.jsonl"
+    broker = FileBroker(path)
+    await broker.publish([order(1)])
+    path.rename(tmp_path / "messages.1")
+
+    await broker.publish([order(2)])
+
+    assert [event["data"]["number"] for event in parsed(path.read_bytes())] == [2]
+
+
+FULL_DISK = """
+import asyncio, json, resource, sys
+from pathlib import Path
+from postroom import Message
+from postroom.brokers import FileBroker
+from postroom.errors import BrokerUnavailableError
+
+def order(number):
+    return Message(topic="orders", type="order.placed", payload=b'{"number": %d}' % number)
+
+async def main():
+    broker = FileBroker(sys.argv[1])
+    await broker.publish([order(1)])
+    size = Path(sys.argv[1]).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, resource.RLIM_INFINITY))
+    try:
+        await broker.publish([order(2)])
+    except BrokerUnavailableError as error:
+        print(error)
+    assert Path(sys.argv[1]).stat().st_size == size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    await broker.publish([order(3)])
+
+asyncio.run(main())
+"""
+
+
+def test_a_disk_without_room_is_an_outage_and_leaves_no_half_line(tmp_path: Path) -> None:
+    """G13: the limit on the file's size is the real one of the kernel, in a process of its own."""
+    path = tmp_path / "messages.jsonl"
+
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, path], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cannot write: " in done.stdout
+    assert [event["data"]["number"] for event in parsed(path.read_bytes())] == [1, 3]
+
+
+@pytest.mark.parametrize("path", ["missing/folder/messages.jsonl", "."])
+async def test_a_path_that_cannot_be_written_is_an_outage(tmp_path: Path, path: str) -> None:
+    with pytest.raises(BrokerUnavailableError, match="cannot write"):
+        await FileBroker(tmp_path / path).publish([order(1)])
+
+
+async def test_what_cannot_be_made_durable_is_refused() -> None:
+    with pytest.raises(BrokerUnavailableError, match="use stdout:"):
+        await FileBroker("/dev/null").publish([order(1)])
+
+
+async def test_another_writer_of_the_file_is_waited_for_and_then_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "messages.jsonl"
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        with pytest.raises(BrokerUnavailableError, match="another process"):
+            await FileBroker(path, patience=timedelta(milliseconds=20)).publish([order(1)])
+        waiting = asyncio.create_task(FileBroker(path).publish([order(2)]))
+        done, _ = await asyncio.wait({waiting}, timeout=0.05)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        await waiting
+
+    assert not done
+    assert [event["data"]["number"] for event in parsed(path.read_bytes())] == [2]
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:messages.jsonl", "messages.jsonl"),
+        ("file:out/messages.jsonl", "out/messages.jsonl"),
+        ("file:/var/out/messages.jsonl", "/var/out/messages.jsonl"),
+        ("file:///var/out/messages.jsonl", "/var/out/messages.jsonl"),
+    ],
+)
+def test_a_file_url_names_a_path(url: str, path: str) -> None:
+    broker = open_url(url)
+
+    assert isinstance(broker, FileBroker)
+    assert broker.path == Path(path)
+
+
+def test_each_simple_broker_has_a_url() -> None:
+    assert isinstance(open_url("memory:"), MemoryBroker)
+    assert isinstance(open_url("stdout:"), LinesBroker)
+
+
+@pytest.mark.parametrize(
+    "url", ["kafka://app:hunter2@host", "hunter2", "", "file:", "file://hunter2/x", "stdout:hunter2"]
+)
+def test_an_unknown_broker_url_is_refused_without_showing_a_secret(url: str) -> None:
+    with pytest.raises(UnknownURLError, match="stdout:, file:") as raised:
+        open_url(url)
+
+    assert "hunter2" not in str(raised.value)

@@ -1,0 +1,162 @@
+"""Turning events into bytes and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from enum import Enum, IntEnum
+from typing import NamedTuple
+from uuid import UUID
+
+import msgspec
+import pydantic
+import pytest
+
+from postroom import JSONCodec, type_name
+from postroom.errors import DecodeError, EncodeError
+
+IDENTITY = UUID("0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f")
+MOMENT = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Size(IntEnum):
+    LARGE = 3
+
+
+@dataclass(frozen=True)
+class Item:
+    name: str
+    price: Decimal
+
+
+@dataclass(frozen=True)
+class OrderPlaced:
+    id: UUID
+    at: datetime
+    items: list[Item]
+    colour: Colour = Colour.RED
+    size: Size = Size.LARGE
+    day: date = date(2026, 3, 1)
+    hour: time = time(12, 30)
+    tags: frozenset[str] = frozenset({"new"})
+    extra: dict[str, object] = field(default_factory=dict[str, object])
+
+
+class OrderStruct(msgspec.Struct):
+    id: UUID
+    at: datetime
+    items: list[str]
+
+
+class OrderModel(pydantic.BaseModel):
+    id: UUID
+    at: datetime
+    price: Decimal
+
+
+STRUCT = OrderStruct(IDENTITY, MOMENT, ["a"])
+MODEL = OrderModel(id=IDENTITY, at=MOMENT, price=Decimal("1.10"))
+STRUCT_JSON = {"id": str(IDENTITY), "at": "2026-03-01T12:30:00Z", "items": ["a"]}
+MODEL_JSON = {"id": str(IDENTITY), "at": "2026-03-01T12:30:00Z", "price": "1.10"}
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ({"a": 1, "b": [None, True, 1.5, "é\U0001f600"]}, {"a": 1, "b": [None, True, 1.5, "é\U0001f600"]}),
+        (
+            OrderPlaced(IDENTITY, MOMENT, [Item("pen", Decimal("1.10"))], extra={"n": Item("cap", Decimal(2))}),
+            {
+                "id": str(IDENTITY),
+                "at": "2026-03-01T12:30:00+00:00",
+                "items": [{"name": "pen", "price": "1.10"}],
+                "colour": "red",
+                "size": 3,
+                "day": "2026-03-01",
+                "hour": "12:30:00",
+                "tags": ["new"],
+                "extra": {"n": {"name": "cap", "price": "2"}},
+            },
+        ),
+        (STRUCT, STRUCT_JSON),
+        (MODEL, MODEL_JSON),
+        ({"struct": STRUCT, "model": [MODEL]}, {"struct": STRUCT_JSON, "model": [MODEL_JSON]}),
+    ],
+    ids=["dict", "dataclass", "struct", "model", "mixed"],
+)
+def test_an_event_becomes_json_and_comes_back_as_plain_values(event: object, expected: object) -> None:
+    """S1-23, S2-25: a consumer needs no class of the producer's to read it."""
+    codec = JSONCodec()
+
+    payload = codec.encode(event)
+
+    assert json.loads(payload) == expected
+    assert codec.decode(payload) == expected
+    assert codec.content_type == "application/json"
+
+
+class Secret:
+    def __repr__(self) -> str:
+        return "canary"
+
+
+CIRCLE: dict[str, object] = {}
+CIRCLE["self"] = CIRCLE
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"a": float("nan")},
+        {"a": [float("inf")]},
+        Item("canary", Decimal(1)).__class__,
+        {"a": Secret()},
+        {("canary",): 1},
+        {"a": "canary\ud800"},
+        {"a": b"canary"},
+        CIRCLE,
+        object(),
+        OrderPlaced(IDENTITY, MOMENT, [], extra={"x": Secret()}),
+    ],
+)
+def test_what_has_no_json_form_is_refused_and_not_shown(event: object) -> None:
+    """S1-27, G11: the error names the type and what would do instead, never the value."""
+    with pytest.raises(
+        EncodeError, match=r"pass a dict, dataclass, msgspec\.Struct, pydantic model or bytes"
+    ) as caught:
+        JSONCodec().encode(event)
+
+    assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("payload", [b"", b"{", b"\xff", b"NaN", b"canary", b"[" * 100_000])
+def test_what_is_not_json_cannot_be_decoded(payload: bytes) -> None:
+    """G11: neither is it shown."""
+    with pytest.raises(DecodeError, match="decode it with the codec that encoded it") as caught:
+        JSONCodec().decode(payload)
+
+    assert "canary" not in str(caught.value)
+
+
+class HTTPServerStarted(NamedTuple):
+    port: int
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        (STRUCT, "order.struct"),
+        (HTTPServerStarted(80), "http.server.started"),
+        (Item("x", Decimal(1)), "item"),
+        (MODEL, "order.model"),
+    ],
+)
+def test_a_type_is_the_name_of_the_class_in_dots(event: object, name: str) -> None:
+    """S1-23: the type of an event comes from its class."""
+    assert type_name(event) == name

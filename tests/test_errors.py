@@ -1,0 +1,81 @@
+"""The tree of errors."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from uuid import uuid4
+
+import pytest
+
+from postroom import errors
+from postroom.errors import PostroomError
+
+CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, PostroomError)]
+
+
+def drawn() -> dict[str, str]:
+    """Return the parent of each class in the tree of the docstring."""
+    parents: dict[str, str] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.match(r"([│ ├└─]*)(\w+Error)\b", line):
+            depth = len(match[1]) // 4
+            path = [*path[:depth], match[2]]
+            parents[match[2]] = path[depth - 1] if depth else ""
+    return parents
+
+
+def test_the_tree_in_the_docstring_is_the_hierarchy() -> None:
+    """G12: who must act is told by the branch an error is on."""
+    real = {kind.__name__: "" if kind is PostroomError else kind.__bases__[0].__name__ for kind in CLASSES}
+
+    assert len(real) > 30
+    assert drawn() == real
+
+
+def test_every_error_is_exported_and_explained() -> None:
+    """G12: an error that cannot be named cannot be caught."""
+    assert [kind.__name__ for kind in CLASSES if not kind.__doc__ or kind.__doc__ == PostroomError.__doc__] == [
+        "PostroomError"
+    ]
+    assert sorted(errors.__all__) == sorted(kind.__name__ for kind in CLASSES)
+
+
+MADE = [
+    (errors.InvalidNameError("table", "Bad Name", "lower case"), "use lower case"),
+    (errors.UnknownConnectionError(object(), "asyncpg"), "pass the connection"),
+    (errors.UnknownURLError("x:…", "sqlite:///file"), "use one of sqlite"),
+    (errors.MissingExtraError("asyncpg", "postgres"), r"pip install 'postroom\[postgres\]'"),
+    (errors.UnsupportedDatabaseError("MySQL 5.7", "MySQL 8"), "use MySQL 8"),
+    (errors.InvalidTopicError("", 249), "pass another topic="),
+    (errors.InvalidKeyError("", 255), "pass key=None"),
+    (errors.InvalidDedupeKeyError("x" * 300, 255), "hash a longer one"),
+    (errors.TenantMismatchError(uuid4(), "k"), "must begin with"),
+    (errors.PayloadTooLargeError(2, 1), "send a reference"),
+    (errors.EncodeError(object(), "no form"), "pass a dict"),
+    (errors.NotInTransactionError("run BEGIN"), "pass outside_transaction=True"),
+    (errors.TransactionAbortedError(), "roll back and start again"),
+    (errors.CommitUnknownError(), "look for the message id"),
+    (errors.SchemaMissingError("t"), "run `postroom schema apply`"),
+    (errors.SchemaVersionError("t", 1, 2), "run `postroom schema apply`"),
+    (errors.SchemaVersionError("t", 2, 1), "upgrade postroom"),
+]
+
+
+@pytest.mark.parametrize(("error", "remedy"), MADE)
+def test_an_error_says_what_to_do(error: PostroomError, remedy: str) -> None:
+    """G12: what happened, and what to do about it."""
+    assert re.search(remedy, str(error))
+
+
+def test_every_error_that_words_its_message_is_among_those() -> None:
+    """G12: one that takes its text from where it is raised is tested there."""
+    wording = {kind for kind in CLASSES if "__init__" in vars(kind)} - {errors.InvalidHeaderError}
+
+    assert {type(error) for error, _ in MADE} == wording
+
+
+def test_a_long_text_is_cut_in_an_error() -> None:
+    """G11: an error text has a limit."""
+    assert len(str(errors.InvalidTopicError("x" * 100_000, 249))) < 250

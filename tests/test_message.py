@@ -1,0 +1,156 @@
+"""Messages: their identity, their limits, and what of them may be shown."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from datetime import UTC, datetime
+from typing import Any, cast
+from uuid import UUID
+
+import pytest
+
+from postroom import Limits, Message, uuid7
+from postroom.errors import (
+    ConfigurationError,
+    InvalidDedupeKeyError,
+    InvalidHeaderError,
+    InvalidKeyError,
+    InvalidMessageError,
+    InvalidTopicError,
+    MessageError,
+    PayloadTooLargeError,
+    TenantMismatchError,
+)
+from postroom.message import validate
+
+TENANT = UUID("0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f")
+LIMITS = Limits()
+
+
+def message(**parts: Any) -> Message:  # noqa: ANN401
+    return Message(**{"topic": "orders", "type": "order.placed", "payload": b"{}", **parts})
+
+
+def test_an_id_is_a_uuid_of_version_7_that_rises_with_time() -> None:
+    """G5: ids are made by the client, and sort by the moment they were made at."""
+    before = datetime.now(UTC)
+    ids = [uuid7() for _ in range(1000)]
+    after = datetime.now(UTC)
+
+    assert len(set(ids)) == 1000
+    assert {(identity.version, identity.variant) for identity in ids} == {(7, "specified in RFC 4122")}
+    moments = [identity.int >> 80 for identity in ids]
+    assert moments == sorted(moments)
+    assert int(before.timestamp() * 1000) <= moments[0] <= moments[-1] <= int(after.timestamp() * 1000)
+
+
+def test_a_message_keeps_its_id_and_cannot_be_changed() -> None:
+    """G5: what changes from one delivery to the next does not make another message."""
+    first = message()
+
+    with pytest.raises(FrozenInstanceError):
+        first.topic = "other"  # type: ignore[misc]
+    assert replace(first, attempt=3, token=9, time=datetime.now(UTC)) == first
+    assert message() != first
+
+
+def test_a_repr_shows_neither_payload_nor_headers() -> None:
+    """G11: reprs end up in logs."""
+    shown = repr(message(payload=b"canary-4111", headers={"authorization": "canary-4111"}, key="k"))
+
+    assert "canary" not in shown
+    assert "'orders'" in shown
+    assert "'k'" in shown
+
+
+def test_attributes_are_those_of_cloudevents() -> None:
+    """S2-16: a message needs no translation to travel as an event."""
+    stored = message(id=TENANT, key="42", namespace="shop", time=datetime(2026, 1, 2, tzinfo=UTC))
+
+    assert stored.attributes == {
+        "specversion": "1.0",
+        "id": "0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f",
+        "source": "postroom:shop",
+        "type": "order.placed",
+        "datacontenttype": "application/json",
+        "subject": "42",
+        "time": "2026-01-02T00:00:00+00:00",
+    }
+    assert message(headers={"ce-source": "urn:x"}).attributes["source"] == "urn:x"
+    assert "subject" not in message().attributes
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"topic": "x" * 249},
+        {"key": "\U0001f600" * 255},
+        {"dedupe_key": "e\u0301" * 127},
+        {"type": "a b"},
+        {"payload": b"x" * (256 * 1024)},
+        {"payload": b""},
+        {"headers": {"x" * 128: ""}},
+        {"headers": {f"h{n}": "v" for n in range(64)}},
+        {"headers": {"h": "v" * (8 * 1024 - 1)}},
+        {"headers": {"h": " outer blanks \u2028 and \U0001f600 "}},
+        {"tenant_id": TENANT, "dedupe_key": "0197a4c27e6b7d3e9f513a2b1c0d4e5f/order-42"},
+        {"tenant_id": TENANT, "dedupe_key": "0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f/order-42"},
+        {"tenant_id": TENANT},
+    ],
+)
+def test_what_is_within_the_limits_is_accepted(parts: dict[str, Any]) -> None:
+    """G11, S2-12, S2-15: exactly at a limit is within it; both ways to write a tenant are known."""
+    validate(message(**parts), LIMITS)
+
+
+BAD_NAMES: list[object] = ["", " x", "x ", "a\x00b", "a\nb", "a\x7f", "a\x9f", "\ud800", 5, b"x"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "remedy"),
+    [
+        *(({"topic": bad}, InvalidTopicError, "pass another topic=") for bad in [*BAD_NAMES, None, "x" * 250]),
+        *(({"key": bad}, InvalidKeyError, "pass key=None") for bad in [*BAD_NAMES, "x" * 256]),
+        *(({"dedupe_key": bad}, InvalidDedupeKeyError, "hash a longer one") for bad in [*BAD_NAMES, "x" * 256]),
+        *(({"type": bad}, InvalidMessageError, "pass type=") for bad in [*BAD_NAMES, "x" * 256]),
+        *(({"content_type": bad}, InvalidMessageError, "pass content_type=") for bad in [*BAD_NAMES, "x" * 256]),
+        ({"payload": b"x" * (256 * 1024 + 1)}, PayloadTooLargeError, "send a reference"),
+        ({"payload": "canary"}, InvalidMessageError, "convert it"),
+        ({"payload": bytearray(b"canary")}, InvalidMessageError, "convert it"),
+        ({"id": str(TENANT)}, InvalidMessageError, "convert it"),
+        ({"tenant_id": str(TENANT)}, InvalidMessageError, "convert it"),
+        ({"headers": {"h\r\n": "canary"}}, InvalidHeaderError, "use 1 to 128 of"),
+        ({"headers": {"": "canary"}}, InvalidHeaderError, "use 1 to 128 of"),
+        ({"headers": {"x" * 129: "canary"}}, InvalidHeaderError, "use 1 to 128 of"),
+        ({"headers": {5: "canary"}}, InvalidHeaderError, "use 1 to 128 of"),
+        ({"headers": {"h": "canary\r\nx: y"}}, InvalidHeaderError, "use text without"),
+        ({"headers": {"h": "canary\ud800"}}, InvalidHeaderError, "use text without"),
+        ({"headers": {"h": b"canary"}}, InvalidHeaderError, "use text without"),
+        ({"headers": [("h", "canary")]}, InvalidHeaderError, "pass a mapping"),
+        ({"headers": {f"h{n}": "canary" for n in range(65)}}, InvalidHeaderError, "put data into the payload"),
+        ({"headers": {"h": "canary" * 2000}}, InvalidHeaderError, "put data into the payload"),
+        ({"tenant_id": TENANT, "dedupe_key": "order-42"}, TenantMismatchError, "opaque_dedupe_keys=True"),
+        ({"tenant_id": TENANT, "dedupe_key": TENANT.hex}, TenantMismatchError, "must begin with"),
+    ],
+)
+def test_what_is_not_is_refused_with_its_remedy(parts: dict[str, Any], error: type[MessageError], remedy: str) -> None:
+    """G11, S2-14, S2-15: a distinct error for each part, which shows no payload and no header value."""
+    with pytest.raises(error) as caught:
+        validate(message(**parts), LIMITS)
+
+    assert type(caught.value) is error
+    assert remedy in str(caught.value)
+    assert "canary" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_tenant_and_a_dedupe_key_need_not_agree_if_keys_are_opaque() -> None:
+    """S2-13, S2-15: the policy switch."""
+    validate(message(tenant_id=TENANT, dedupe_key="order-42"), LIMITS, opaque_dedupe_keys=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("payload", 0), ("headers", -1), ("header_bytes", -1)])
+def test_limits_that_refuse_everything_are_refused_themselves(name: str, value: int) -> None:
+    """G11: a mistake in the settings is told at the start, not at every message."""
+    with pytest.raises(ConfigurationError, match="use positive limits"):
+        Limits(**cast("Any", {name: value}))
