@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
+from typing import TypeAlias
 
 import pytest
 
@@ -51,10 +52,6 @@ class Client:
         self.reader = reader
         self.writer = writer
 
-    @classmethod
-    async def of(cls, proxy: FaultProxy) -> Client:
-        return cls(*await asyncio.open_connection("127.0.0.1", proxy.port))
-
     async def ask(self, line: bytes) -> bytes:
         self.writer.write(line + b"\n")
         return (await self.reader.readline()).strip()
@@ -68,8 +65,25 @@ class Client:
         return False
 
 
-async def test_a_healthy_proxy_changes_nothing(proxy: FaultProxy) -> None:
-    client = await Client.of(proxy)
+Connect: TypeAlias = Callable[[FaultProxy], Awaitable[Client]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    clients: list[Client] = []
+
+    async def connected(proxy: FaultProxy) -> Client:
+        clients.append(Client(*await asyncio.open_connection("127.0.0.1", proxy.port)))
+        return clients[-1]
+
+    yield connected
+    for client in clients:
+        client.writer.transport.abort()
+    await asyncio.sleep(0)
+
+
+async def test_a_healthy_proxy_changes_nothing(connect: Connect, proxy: FaultProxy) -> None:
+    client = await connect(proxy)
 
     assert await client.ask(b"hello") == b"hello"
     assert (proxy.accepted, proxy.open, proxy.dropped) == (1, 1, 0)
@@ -78,8 +92,8 @@ async def test_a_healthy_proxy_changes_nothing(proxy: FaultProxy) -> None:
     await until(lambda: proxy.open == 0, "the connection ends on both sides")
 
 
-async def test_latency_holds_data_back_each_way(proxy: FaultProxy) -> None:
-    client = await Client.of(proxy)
+async def test_latency_holds_data_back_each_way(connect: Connect, proxy: FaultProxy) -> None:
+    client = await connect(proxy)
     proxy.latency = timedelta(seconds=0.05)
     began = asyncio.get_running_loop().time()
 
@@ -88,8 +102,8 @@ async def test_latency_holds_data_back_each_way(proxy: FaultProxy) -> None:
     assert asyncio.get_running_loop().time() - began >= 0.1
 
 
-async def test_a_black_hole_is_silent_until_it_is_healed(proxy: FaultProxy, echo: Echo) -> None:
-    client = await Client.of(proxy)
+async def test_a_black_hole_is_silent_until_it_is_healed(connect: Connect, proxy: FaultProxy, echo: Echo) -> None:
+    client = await connect(proxy)
     proxy.black_hole()
     assert await client.is_silent(b"one")
     assert echo.heard == []
@@ -99,16 +113,16 @@ async def test_a_black_hole_is_silent_until_it_is_healed(proxy: FaultProxy, echo
     assert await client.reader.readline() == b"one\n"
 
 
-async def test_a_black_hole_of_replies_lets_requests_through(proxy: FaultProxy, echo: Echo) -> None:
-    client = await Client.of(proxy)
+async def test_a_black_hole_of_replies_lets_requests_through(connect: Connect, proxy: FaultProxy, echo: Echo) -> None:
+    client = await connect(proxy)
     proxy.black_hole("replies")
 
     assert await client.is_silent(b"one")
     assert echo.heard == [b"one\n"]
 
 
-async def test_a_cut_resets_all_connections(proxy: FaultProxy) -> None:
-    clients = [await Client.of(proxy) for _ in range(3)]
+async def test_a_cut_resets_all_connections(connect: Connect, proxy: FaultProxy) -> None:
+    clients = [await connect(proxy) for _ in range(3)]
     for client in clients:
         await client.ask(b"hello")
 
@@ -117,23 +131,23 @@ async def test_a_cut_resets_all_connections(proxy: FaultProxy) -> None:
     for client in clients:
         with pytest.raises(ConnectionResetError):
             await client.reader.read()
-    assert await (await Client.of(proxy)).ask(b"again") == b"again"
+    assert await (await connect(proxy)).ask(b"again") == b"again"
 
 
-async def test_a_refusing_proxy_can_accept_again_on_its_port(proxy: FaultProxy) -> None:
+async def test_a_refusing_proxy_can_accept_again_on_its_port(connect: Connect, proxy: FaultProxy) -> None:
     port = proxy.port
     await proxy.refuse()
     with pytest.raises(ConnectionRefusedError):
-        await Client.of(proxy)
+        await connect(proxy)
 
     await proxy.accept()
 
     assert proxy.port == port
-    assert await (await Client.of(proxy)).ask(b"hello") == b"hello"
+    assert await (await connect(proxy)).ask(b"hello") == b"hello"
 
 
-async def test_a_truncated_reply_ends_after_so_many_bytes(proxy: FaultProxy) -> None:
-    client = await Client.of(proxy)
+async def test_a_truncated_reply_ends_after_so_many_bytes(connect: Connect, proxy: FaultProxy) -> None:
+    client = await connect(proxy)
     proxy.truncate(after=8)
     assert await client.ask(b"hello") == b"hello"
 
@@ -149,8 +163,10 @@ async def test_a_truncated_reply_ends_after_so_many_bytes(proxy: FaultProxy) -> 
 
 
 @pytest.mark.parametrize("pieces", [[b"COM", b"MIT 2\n"], [b"COMMIT 2\n"]])
-async def test_only_the_reply_to_the_matching_request_is_lost(proxy: FaultProxy, echo: Echo, pieces: list[bytes]) -> None:
-    client = await Client.of(proxy)
+async def test_only_the_reply_to_the_matching_request_is_lost(
+    connect: Connect, proxy: FaultProxy, echo: Echo, pieces: list[bytes]
+) -> None:
+    client = await connect(proxy)
     proxy.drop_reply(b"COMMIT", nth=2)
     assert await client.ask(b"BEGIN") == b"BEGIN"
     assert await client.ask(b"COMMIT 1") == b"COMMIT 1"
@@ -164,12 +180,12 @@ async def test_only_the_reply_to_the_matching_request_is_lost(proxy: FaultProxy,
 
     assert echo.heard == [b"BEGIN\n", b"COMMIT 1\n", b"COMMIT 2\n"]
     assert proxy.dropped == 1
-    assert await (await Client.of(proxy)).ask(b"COMMIT 3") == b"COMMIT 3"
+    assert await (await connect(proxy)).ask(b"COMMIT 3") == b"COMMIT 3"
 
 
-async def test_a_server_that_is_not_there_resets_the_client(unused_tcp_port: int) -> None:
+async def test_a_server_that_is_not_there_resets_the_client(connect: Connect, unused_tcp_port: int) -> None:
     async with FaultProxy("127.0.0.1", unused_tcp_port) as proxy:
-        client = await Client.of(proxy)
+        client = await connect(proxy)
 
         assert await client.reader.read() == b""
         assert proxy.accepted == 0

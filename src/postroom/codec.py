@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import date, time
 from decimal import Decimal
 from enum import Enum
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import Any, Final, Protocol, cast
 from uuid import UUID
 
 from .errors import DecodeError, EncodeError
@@ -35,12 +35,11 @@ class Codec(Protocol):
         ...
 
 
-@runtime_checkable
 class _Model(Protocol):
     """A model of pydantic, which the kernel does not import."""
 
     def model_dump_json(self) -> str: ...
-    def model_dump(self, *, mode: str) -> Any: ...  # noqa: ANN401
+    def model_dump(self, *, mode: str) -> Any: ...  # noqa: ANN401 -- plain values
 
 
 class JSONCodec:
@@ -60,12 +59,11 @@ class JSONCodec:
     def encode(self, event: object) -> bytes:
         """Return compact UTF-8 JSON."""
         try:
-            if isinstance(event, _Model):
-                return event.model_dump_json().encode()
+            if _is_model(event):
+                return cast("_Model", event).model_dump_json().encode()
             if _is_struct(event):
                 return cast("bytes", sys.modules["msgspec"].json.encode(event))
-            text = json.dumps(event, default=_plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-            return text.encode()
+            return _ENCODER.encode(event).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise EncodeError(event, str(error)) from error
 
@@ -91,6 +89,10 @@ def type_name(event: object) -> str:
     return _CAMEL.sub(".", type(event).__name__).lower()
 
 
+def _is_model(value: object) -> bool:
+    return hasattr(value, "model_dump_json")
+
+
 def _is_struct(value: object) -> bool:
     # If so, msgspec is loaded; the kernel itself imports no extra.
     return hasattr(type(value), "__struct_fields__")
@@ -103,8 +105,8 @@ def _refuse(constant: str) -> object:
 def _plain(value: object) -> Any:  # noqa: ANN401 -- json takes whatever this returns
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-    if isinstance(value, _Model):
-        return value.model_dump(mode="json")
+    if _is_model(value):
+        return cast("_Model", value).model_dump(mode="json")
     if _is_struct(value):
         return sys.modules["msgspec"].to_builtins(value)
     for kinds, convert in _FORMS:
@@ -119,3 +121,5 @@ _FORMS: Final[Sequence[tuple[tuple[type, ...], Callable[[Any], object]]]] = (
     ((Enum,), lambda value: value.value),
     ((set, frozenset), list),
 )
+# json.dumps would make one for every event.
+_ENCODER: Final = json.JSONEncoder(default=_plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

@@ -139,7 +139,7 @@ class Dispatcher:
     def _wrapped(self, publisher: Publisher | Send, concurrency: int, timeout: timedelta) -> Publisher:
         if hasattr(publisher, "publish"):
             return cast("Publisher", publisher)
-        send = publisher
+        send: Send = publisher  # pyright: ignore[reportAssignmentType] -- hasattr does not narrow it there
 
         async def send_if_held(message: Message) -> object:
             if self._custody.is_lost(message):
@@ -348,16 +348,17 @@ class Dispatcher:
         self, messages: Sequence[Message], heard: Callable[[int, Outcome], None]
     ) -> tuple[Sequence[Outcome | None], str]:
         """Return what the publisher says of each message, and why if it could say nothing."""
+        if isinstance(self._publisher, Each):
+            # It watches the time of each message; the batch as a whole may take longer.
+            return await self._publisher.publish(messages, heard), "the publisher could not reach it"
+        deadline = asyncio.timeout(self._publish_timeout)
         try:
-            if isinstance(self._publisher, Each):
-                # It watches the time of each message; the batch as a whole may take longer.
-                return await self._publisher.publish(messages, heard), "the publisher could not reach it"
-            async with asyncio.timeout(self._publish_timeout) as deadline:
+            async with deadline:
                 answers = await self._publisher.publish(messages)
         except BrokerUnavailableError as error:
             return [Release()] * len(messages), describe(error)
         except Exception as error:  # noqa: BLE001 -- whatever a publisher raises is a failed delivery
-            if isinstance(error, TimeoutError) and deadline.expired():
+            if deadline.expired():
                 return [None] * len(messages), "no answer in time"
             return [Retry(describe(error))] * len(messages), ""
         if len(answers) != len(messages):

@@ -117,12 +117,17 @@ def validate(message: Message, limits: Limits, *, opaque_dedupe_keys: bool = Fal
     """Raise the error that names the first thing wrong with a message."""
     _validate_names(message)
     _validate_types(message)
-    if len(message.payload) > limits.payload:
-        raise PayloadTooLargeError(len(message.payload), limits.payload)
+    validate_size(message, limits)
     if message.headers:
         _validate_headers(message.headers, limits)
     if not opaque_dedupe_keys:
         _validate_tenant(message)
+
+
+def validate_size(message: Message, limits: Limits) -> None:
+    """Raise `PayloadTooLargeError` for what is too large."""
+    if len(message.payload) > limits.payload:
+        raise PayloadTooLargeError(len(message.payload), limits.payload)
 
 
 def is_namespace(text: str) -> bool:
@@ -131,8 +136,12 @@ def is_namespace(text: str) -> bool:
 
 
 def _is_name(text: object, longest: int) -> bool:
+    if not isinstance(text, str) or not 0 < len(text) <= longest:
+        return False
     # Some databases compare 'a' and 'a ' as equal, so outer blanks would merge two keys.
-    return isinstance(text, str) and 0 < len(text) <= longest and text == text.strip() and not _UNSAFE.search(text)
+    if text.isprintable():  # quick, and true of most: neither control characters nor blanks but the plain one
+        return text[0] != " " != text[-1]
+    return text == text.strip() and not _UNSAFE.search(text)
 
 
 def _validate_names(message: Message) -> None:

@@ -19,7 +19,7 @@ from .errors import (
     InvalidNameError,
     UnknownConnectionError,
 )
-from .message import DEFAULT_NAMESPACE, Limits, Message, is_namespace, validate
+from .message import DEFAULT_NAMESPACE, Limits, Message, is_namespace, validate, validate_size
 
 __all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncConnection", "Writer"]
 
@@ -38,6 +38,9 @@ _ACCEPTED: Final = (
 _POOLS: Final = frozenset(
     {"AsyncConnectionPool", "AsyncEngine", "ConnectionPool", "Engine", "Pool", "sessionmaker", "async_sessionmaker"}
 )
+
+_RAW: Final = (bytes, bytearray, memoryview)
+_BARE: Final = (str, int, float)
 
 _NO_DELAY: Final = timedelta(0)
 #: Moments that every database can store.
@@ -204,7 +207,7 @@ class Outbox:
         """
         many = isinstance(event, list | tuple)
         events = cast("Sequence[object]", event) if many else (event,)
-        additions = [self.prepare(item, **options) for item in events]
+        additions = self._additions(events, options)
         if len(additions) > 1 and options.get("dedupe_key") is not None:
             raise InvalidMessageError("one dedupe_key cannot stand for several events; pass Message objects")
         outside = options.get("outside_transaction", False)
@@ -229,18 +232,24 @@ class Outbox:
 
     def prepare(self, event: object, /, **options: Unpack[Options]) -> Addition:
         """Return what `add` would write, checked in every way that needs no database."""
-        if not options.keys() <= _OPTIONS:
-            raise InvalidMessageError(
-                f"add() takes no {_listed(options.keys() - _OPTIONS)}; it takes {_listed(_OPTIONS)}"
-            )
-        given = isinstance(event, Message)
-        message = self._given(event, options) if isinstance(event, Message) else self._made(event, options)
-        validate(message, self.limits, opaque_dedupe_keys=self.opaque_dedupe_keys)
-        if "due_at" not in options and "delay" not in options:
-            return Addition(message, given=given)
-        due_at, delay = options.get("due_at"), options.get("delay") or _NO_DELAY
-        _validate_due(due_at, delay)
-        return Addition(message, due_at, delay, given=given)
+        return self._additions((event,), options)[0]
+
+    def _additions(self, events: Sequence[object], options: Options) -> list[Addition]:
+        due_at, delay = _due(options)
+        additions: list[Addition] = []
+        checked: set[tuple[str, str]] = set()
+        for event in events:
+            given = isinstance(event, Message)
+            message = self._given(event, options) if isinstance(event, Message) else self._made(event, options)
+            # What comes from the options is the same for all events, and checked with the first of them.
+            differing = (message.type, message.content_type)
+            if given or differing not in checked:
+                validate(message, self.limits, opaque_dedupe_keys=self.opaque_dedupe_keys)
+                checked.add(differing)
+            else:
+                validate_size(message, self.limits)
+            additions.append(Addition(message, due_at, delay, given))
+        return additions
 
     def _given(self, message: Message, options: Options) -> Message:
         if extra := options.keys() - _OF_EVERY_MESSAGE:
@@ -251,11 +260,11 @@ class Outbox:
         topic = options.get("topic")
         if topic is None:
             raise InvalidMessageError("add() needs topic= for an event that is not a Message")
-        if isinstance(event, bytes | bytearray | memoryview):
+        if isinstance(event, _RAW):
             payload, kind, content_type = bytes(cast("bytes", event)), topic, "application/octet-stream"
         else:
             payload, content_type = self._encode(event), self.codec.content_type
-            kind = topic if isinstance(event, Mapping) else type_name(event)
+            kind = topic if isinstance(event, (dict, Mapping)) else type_name(event)  # the dict is only quicker
         return Message(
             topic=topic,
             payload=payload,
@@ -263,13 +272,13 @@ class Outbox:
             key=options.get("key"),
             namespace=self.namespace,
             content_type=options.get("content_type") or content_type,
-            headers=_copied(options.get("headers") or {}),
+            headers=_copied(options["headers"]) if options.get("headers") else {},
             tenant_id=options.get("tenant_id"),
             dedupe_key=options.get("dedupe_key"),
         )
 
     def _encode(self, event: object) -> bytes:
-        if event is None or isinstance(event, str | int | float):
+        if event is None or isinstance(event, _BARE):
             raise EncodeError(event, "a bare value is no event")
         return self.codec.encode(event)
 
@@ -277,6 +286,16 @@ class Outbox:
 def _copied(headers: Mapping[str, str]) -> Mapping[str, str]:
     # The caller may change its own before an async add is awaited.
     return dict(headers) if isinstance(cast("object", headers), Mapping) else headers
+
+
+def _due(options: Options) -> tuple[datetime | None, timedelta]:
+    """Return when the messages of one call are due; refuse options that there are none of."""
+    if not options.keys() <= _OPTIONS:
+        raise InvalidMessageError(f"add() takes no {_listed(options.keys() - _OPTIONS)}; it takes {_listed(_OPTIONS)}")
+    due_at, delay = options.get("due_at"), options.get("delay") or _NO_DELAY
+    if due_at is not None or delay is not _NO_DELAY:
+        _validate_due(due_at, delay)
+    return due_at, delay
 
 
 def _validate_due(due_at: object, delay: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import IO, Any
@@ -41,6 +42,8 @@ class App(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 -- as in click
         """Run a command."""
+        # It repeats each remark of the server, such as that a table is there already.
+        logging.getLogger("asyncmy").setLevel(logging.ERROR)
         try:
             return super().invoke(ctx)
         except PostroomError as error:

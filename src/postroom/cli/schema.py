@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from inspect import cleandoc
 
 import click
@@ -44,36 +43,29 @@ def apply(store_options: StoreOptions, *, as_json: bool) -> None:
     Example:
       postroom schema apply --store postgresql://app@db/shop
     """  # noqa: D301
-    before, after = run(lambda: _apply(store_options))
-    mended = [difference for difference in before if difference not in after]
+    mended = run(lambda: _apply(store_options))
     if as_json:
-        echo_json({"table": store_options.table, "version": VERSION, "mended": mended, "differences": after})
+        echo_json({"table": store_options.table, "version": VERSION, "mended": mended})
     else:
-        click.echo("\n".join(_report(store_options.table, mended, after)))
-    sys.exit(1 if after else 0)
+        click.echo("\n".join(_report(store_options.table, mended)))
 
 
-async def _apply(options: StoreOptions) -> tuple[list[str], list[str]]:
+async def _apply(options: StoreOptions) -> list[str]:
     store = options.make(may_create=True)
     try:
-        before = await store.check_schema()
+        differences = await store.check_schema()
         await store.apply_schema()
-        return before, await store.check_schema()
     finally:
         await store.close()
+    return differences
 
 
-def _report(table: str, mended: list[str], left: list[str]) -> Iterator[str]:
-    if left:
-        yield from (f"mended: {difference}" for difference in mended)
-        yield from (f"left: {difference}" for difference in left)
-        yield "change these by hand, or use a new table"
-    elif not mended:
-        yield f"nothing to do: {table} has version {VERSION}"
-    elif any(difference.startswith("version is missing") for difference in mended):
-        yield f"created {table}, version {VERSION}: {len(mended)} parts"
-    else:
-        yield from (f"mended: {difference}" for difference in mended)
+def _report(table: str, mended: list[str]) -> list[str]:
+    if not mended:
+        return [f"nothing to do: {table} has version {VERSION}"]
+    if any(difference.startswith("version is missing") for difference in mended):
+        return [f"created {table}, version {VERSION}: {len(mended)} parts"]
+    return [f"mended: {difference}" for difference in mended]
 
 
 @schema.command()

@@ -59,7 +59,9 @@ class FaultProxy:
         """Reset all connections and give up the port."""
         await self.refuse()
         self.cut()
-        await asyncio.gather(*(link.ended for link in self._links), return_exceptions=True)
+        pumps = [pump for link in self._links for pump in link.pumps]
+        if pumps:
+            await asyncio.wait(pumps)
 
     @property
     def open(self) -> int:
@@ -113,16 +115,17 @@ class FaultProxy:
             writer.transport.abort()
             return
         self.accepted += 1
-        link = _Link(self, writer, far_writer)
+        link = _Link(writer, far_writer)
         self._links.add(link)
+        link.pumps = [
+            asyncio.create_task(self._pump(link, "requests", reader, far_writer)),
+            asyncio.create_task(self._pump(link, "replies", far_reader, writer)),
+        ]
         try:
-            await asyncio.gather(
-                self._pump(link, "requests", reader, far_writer), self._pump(link, "replies", far_reader, writer)
-            )
+            await asyncio.wait(link.pumps)
         finally:
             self._links.discard(link)
             link.reset()
-            link.ended.set_result(None)
 
     async def _pump(
         self, link: _Link, direction: Direction, source: asyncio.StreamReader, sink: asyncio.StreamWriter
@@ -144,7 +147,7 @@ class FaultProxy:
         if self._countdown:
             seen = link.tail + data
             self._countdown -= min(seen.count(self._pattern), self._countdown)
-            link.is_doomed = self._countdown == 0
+            link.is_doomed = link.is_doomed or self._countdown == 0
             # A pattern may lie across two pieces, but is counted once.
             rest = seen[seen.rfind(self._pattern) + len(self._pattern) :] if self._pattern in seen else seen
             link.tail = rest[-(len(self._pattern) - 1) :] if len(self._pattern) > 1 else b""
@@ -164,14 +167,16 @@ class FaultProxy:
 class _Link:
     """A client's connection together with the one to the server."""
 
-    def __init__(self, proxy: FaultProxy, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
+    def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
         self.tail = b""
         self.is_doomed = False
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.pumps: list[asyncio.Task[None]] = []
         self._writers = (near, far)
 
     def reset(self) -> None:
-        """Send a reset to both ends."""
+        """Send a reset to both ends; what is held back is lost."""
+        for pump in self.pumps:
+            pump.cancel()
         for writer in self._writers:
             wire: socket.socket | None = writer.get_extra_info("socket")
             if wire is not None and not writer.transport.is_closing():

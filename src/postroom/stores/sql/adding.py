@@ -26,6 +26,8 @@ class Adding(Wording):
 
     def _outcome(self, additions: Sequence[Addition], added: set[UUID]) -> Script[list[Added]]:
         """Look up which messages stand in the way of those that were not added."""
+        if len(added) == len(additions):
+            return [Added(addition.message.id, added=True) for addition in additions]
         missed = [a.message for a in additions if a.message.id not in added and a.message.dedupe_key is not None]
         existing: dict[tuple[str, str], UUID] = {}
         if missed:

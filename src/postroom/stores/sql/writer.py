@@ -45,7 +45,7 @@ def _script(dialect: Dialect, additions: Sequence[Addition], *, strict_order: bo
     added: list[Added] = []
     for chunk in _chunks(additions):
         added += yield from dialect.add(chunk, strict_order=strict_order)
-    return _first_of_each(added)
+    return _first_of_each(added) if any(addition.given for addition in additions) else added
 
 
 def _chunks(additions: Sequence[Addition]) -> Iterator[Sequence[Addition]]:

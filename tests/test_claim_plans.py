@@ -1,0 +1,337 @@
+"""What claims read: the index that was made for them, and no more of it when the backlog grows."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import asyncpg
+import psycopg
+import pymysql
+import pytest
+
+from postroom.store import ClaimTerms, Delivered, Release, Settlement
+from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
+from postroom.stores.sql.claiming import Walk
+from postroom.stores.sql.dialect import Dialect
+from postroom.stores.sql.dialects.mysql import MySQL
+from postroom.stores.sql.dialects.postgres import PostgreSQL
+from postroom.stores.sql.dialects.sqlite import SQLite
+from postroom.stores.sql.names import Names
+from postroom.stores.sql.statement import Statement
+
+TERMS = ClaimTerms(worker=uuid4())
+LIMIT = 100
+Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record]"
+Statistics = Literal["none", "fresh", "stale"]
+
+# Rows lie in random order, so that nothing is found by luck; a key has a hundred messages or so.
+FILL = """
+    INSERT INTO postroom_outbox (id, namespace, topic, type, key, payload, content_type, status, next_attempt_at,
+                                 delivered_at, attempts)
+    SELECT gen_random_uuid(), 'default', 't', 't', CASE WHEN keyed THEN 'k' || n % greatest($1 / 100, 10) END,
+           repeat('x', 100)::bytea, 'text/plain', status, clock_timestamp() + due,
+           CASE WHEN status = 'delivered' THEN clock_timestamp() - interval '8 days' END, 0
+    FROM (
+        SELECT n, n % 2 = 0 AS keyed, 'pending' AS status, n * interval '1 ms' - interval '1 h' AS due
+        FROM generate_series(1, $1::int) AS n
+        UNION ALL
+        SELECT n, n % 2 = 0, 'pending', interval '1 h' FROM generate_series(1, $2::int) AS n
+        UNION ALL
+        SELECT n, n % 2 = 0, 'delivered', interval '0' FROM generate_series(1, $3::int) AS n) AS rows
+    ORDER BY random()
+    """
+
+
+async def fill(connection: Connection, *, due: int, backed_off: int, delivered: int) -> None:
+    await connection.execute(FILL, due, backed_off, delivered)
+
+
+@asynccontextmanager
+async def backlog(dsn: str, statistics: Statistics, due: int) -> AsyncIterator[Connection]:
+    """Yield a connection to an outbox with a backlog, and with more or less knowledge of it."""
+    store = PostgresStore(dsn)
+    await store.apply_schema()
+    await store.close()
+    connection: Connection = await asyncpg.connect(dsn)
+    try:
+        await connection.execute("ALTER TABLE postroom_outbox SET (autovacuum_enabled = false)")
+        if statistics == "stale":
+            await fill(connection, due=10, backed_off=10, delivered=10_000)
+            await connection.execute("ANALYZE postroom_outbox")
+        await fill(connection, due=due, backed_off=20_000, delivered=50_000)
+        if statistics == "fresh":
+            await connection.execute("ANALYZE postroom_outbox")
+        yield connection
+    finally:
+        await connection.close()
+
+
+def nodes(plan: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield plan
+    for part in plan.get("Plans", []):
+        yield from nodes(part)
+
+
+async def explained(connection: Connection, statement: Statement) -> Mapping[str, Any]:
+    """Run a statement, take it back, and return its plan as it is made for these very values."""
+    text, values = statement.bind("numeric", arrays=True)
+    transaction = connection.transaction()
+    await transaction.start()
+    try:
+        told = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {text}", *values)
+    finally:
+        await transaction.rollback()
+    plan: Mapping[str, Any] = json.loads(told)[0]["Plan"]
+    return plan
+
+
+def buffers(plan: Mapping[str, Any]) -> int:
+    return int(plan["Shared Hit Blocks"]) + int(plan["Shared Read Blocks"])
+
+
+def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
+    """Return what is run often, and which indexes it should use besides the primary key."""
+    dialect = PostgreSQL(Names())
+    walk = {"from_topic": "t", "from_key": "k5", "window": 4 * LIMIT, "run": 8, "limit": LIMIT}
+    settling = dialect.sql(dialect._keep, ids=[uuid4() for _ in range(LIMIT)], tokens=[1] * LIMIT)  # noqa: SLF001
+    walked = dialect.query(dialect._claim_walked, **walk, **dialect._claiming("default", TERMS))  # noqa: SLF001
+    return {
+        "loose": (next(dialect.claim_loose("default", LIMIT, TERMS)), {"leased", "ready"}),
+        "seen": (next(dialect.claim_keyed("default", LIMIT, TERMS, Walk())), {"leased", "ready_keyed", "keyed", "dead"}),
+        "walked": (walked, {"keyed", "dead"}),
+        "suspect": (next(dialect.claim_suspect("default", TERMS)), {"leased", "keyed", "dead"}),
+        "settle": (settling, set()),
+        "purge": (dialect.purge("default", timedelta(days=7), 1000), {"delivered"}),
+        "oldest": (dialect.query(dialect._oldest, namespace="default"), {"ready", "ready_keyed"}),  # noqa: SLF001
+    }
+
+
+@pytest.mark.parametrize("statistics", ["none", "fresh", "stale"])
+async def test_every_frequent_statement_uses_the_index_made_for_it(postgres_dsn: str, statistics: Statistics) -> None:
+    """S2-09, S2-10, S4-06: with or without statistics nothing is scanned, sorted or fetched in bulk."""
+    async with backlog(postgres_dsn, statistics, 50_000) as connection:
+        for name, (statement, indexes) in postgres_statements().items():
+            plan = await explained(connection, statement)
+
+            kinds = {node["Node Type"] for node in nodes(plan) if node.get("Relation Name") == "postroom_outbox"}
+            used = {node["Index Name"] for node in nodes(plan) if "Index Name" in node}
+            wanted = {f"postroom_outbox_{index}" for index in indexes}
+            assert "Seq Scan" not in kinds, name
+            assert wanted <= used, name
+            assert used - wanted <= {"postroom_outbox_pkey"}, name
+
+
+@pytest.mark.parametrize("name", ["loose", "seen", "walked", "suspect"])
+async def test_a_claim_reads_no_more_when_the_backlog_is_fifty_times_as_long(postgres_dsn: str, name: str) -> None:
+    """S2-09, S2-10: the cost of a claim is that of its batch."""
+    statement, _ = postgres_statements()[name]
+    async with backlog(postgres_dsn, "fresh", 1_000) as connection:
+        small = buffers(await explained(connection, statement))
+        await fill(connection, due=49_000, backed_off=0, delivered=0)
+        await connection.execute("ANALYZE postroom_outbox")
+
+        large = buffers(await explained(connection, statement))
+
+    assert large <= 3 * small + 100, (large, small)
+
+
+async def test_claims_of_one_connection_stay_cheap_when_a_burst_fills_the_empty_table(postgres_dsn: str) -> None:
+    """S2-09: a plan that was kept from the time when the table was empty would read all of it."""
+    store = PostgresStore(postgres_dsn, connections=1)
+    await store.apply_schema()
+    await store.open()
+    connection: Connection = await asyncpg.connect(postgres_dsn)
+    try:
+        await connection.execute("ALTER TABLE postroom_outbox SET (autovacuum_enabled = false)")
+        await connection.execute("ANALYZE postroom_outbox")
+        for _ in range(12):
+            assert await store.claim(LIMIT, TERMS) == []
+        await fill(connection, due=50_000, backed_off=20_000, delivered=50_000)
+        before = await reads(connection)
+        for _ in range(8):
+            claims = await store.claim(LIMIT, TERMS)
+            await store.settle([Settlement(claim, Delivered()) for claim in claims])
+            assert len(claims) == LIMIT
+
+        await store.close()  # whereupon the server counts what it has done
+        after = await reads(connection)
+    finally:
+        await connection.close()
+        await store.close()
+
+    assert after["seq_tup_read"] - before["seq_tup_read"] == 0
+    assert after["index rows"] - before["index rows"] < 8 * 40 * LIMIT
+
+
+async def reads(connection: Connection) -> dict[str, int]:
+    """Return how many rows of the outbox have been read, in bulk and by index, once the counters stand still."""
+    query = """
+        SELECT pg_stat_clear_snapshot(), seq_tup_read,
+               (SELECT sum(idx_tup_read) FROM pg_stat_user_indexes WHERE relname = 'postroom_outbox')
+        FROM pg_stat_user_tables WHERE relname = 'postroom_outbox'
+        """
+    await connection.execute("SELECT pg_stat_force_next_flush()")
+    others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'postroom'"
+    for _ in range(500):
+        if await connection.fetchval(others) == 0:
+            break
+        await connection.execute("SELECT pg_sleep(0.01)")
+        await connection.execute("SELECT pg_stat_clear_snapshot()")
+        if (await connection.fetchval("SELECT state FROM pg_stat_activity WHERE application_name = 'postroom'")) == "idle":
+            break
+    row = await connection.fetchrow(query)
+    assert row is not None
+    return {"seq_tup_read": row[1], "index rows": int(row[2])}
+
+
+# -- the databases whose claims go step by step --------------------------------------------------------------------
+
+
+def stepwise_statements(dialect: Dialect) -> dict[str, tuple[Statement, set[str]]]:
+    """Return the steps of claims and of upkeep, with the indexes that they should use."""
+    terms = dialect._eligibility("default", TERMS)  # noqa: SLF001
+    ready_keyed = "ready_keyed" if isinstance(dialect, SQLite) else "ready"
+    ids = [dialect.uuid(uuid4()) for _ in range(10)]
+    return {
+        "expired": (dialect.query(dialect._expired, limit=LIMIT, **terms), {"leased"}),  # noqa: SLF001
+        "due": (dialect.query(dialect._due, limit=LIMIT, **terms), {"ready"}),  # noqa: SLF001
+        "expired_keys": (dialect.query(dialect._expired_keys, limit=LIMIT, **terms), {"leased"}),  # noqa: SLF001
+        "due_keys": (dialect.query(dialect._due_keys, limit=LIMIT, **terms), {ready_keyed}),  # noqa: SLF001
+        "run": (dialect.query(dialect._run, topic="t", key="k1", length=8, **terms), {"keyed", "dead"}),  # noqa: SLF001
+        "lock": (dialect.query(dialect._lock, ids=ids, **terms), {"primary"}),  # noqa: SLF001
+        "suspect": (dialect.query(dialect._suspect, **terms), {"leased", "keyed", "dead"}),  # noqa: SLF001
+        "next_key": (dialect.query(dialect._next_key, namespace="default", topic="t", key="k5"), {"keyed"}),  # noqa: SLF001
+        "purge": (dialect.purge("default", timedelta(days=7), LIMIT), {"delivered"}),
+    }
+
+
+def test_sqlite_uses_the_index_made_for_each_step(sqlite_path: Path) -> None:
+    """S2-09, S2-10, S4-06: no step scans or sorts."""
+    with closing(sqlite3.connect(sqlite_path)) as connection:
+        SQLiteStore.create_tables(connection)
+        for name, (statement, indexes) in stepwise_statements(SQLite(Names())).items():
+            text, values = statement.bind("qmark", arrays=False)
+
+            plan = " ; ".join(row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {text}", values))
+
+            wanted = {
+                "sqlite_autoindex_postroom_outbox_1" if index == "primary" else f"postroom_outbox_{index}"
+                for index in indexes
+            }
+            assert all(f"USING INDEX {index} " in plan for index in wanted), (name, plan)
+            assert "SCAN" not in plan, (name, plan)
+            assert "TEMP B-TREE" not in plan, (name, plan)
+
+
+MARIADB_FILL = """
+    INSERT INTO postroom_outbox (id, namespace, topic, type, `key`, payload, content_type, headers, status,
+                                 next_attempt_at, delivered_at, created_at, updated_at)
+    SELECT UNHEX(REPLACE(UUID(), '-', '')), 'default', 't', 't', IF(seq % 2, NULL, CONCAT('k', seq % 200)), 'x',
+           'text/plain', '{}', %s, UTC_TIMESTAMP(6) + INTERVAL %s MINUTE, IF(%s = 'delivered', '2020-01-01', NULL),
+           UTC_TIMESTAMP(6), UTC_TIMESTAMP(6)
+    FROM seq_1_to_20000
+    """
+
+
+async def test_mariadb_reads_by_the_right_index_and_no_more_than_it_takes(mariadb_dsn: str) -> None:
+    """S2-09, S2-10, S4-06: counted by the server itself, row by row, with and without fresh statistics."""
+    store = MySQLStore(mariadb_dsn)
+    await store.apply_schema()
+    await store.close()
+    url = urlsplit(mariadb_dsn)
+    with (
+        closing(pymysql.connect(host=url.hostname, port=url.port or 0, user="root", database=url.path[1:])) as connection,
+        connection.cursor() as cursor,
+    ):
+        for status, minutes in (("pending", -60), ("pending", 60), ("delivered", 0)):
+            cursor.execute(MARIADB_FILL, (status, minutes, status))
+        connection.commit()
+        for _ in range(2):
+            for name, (statement, indexes) in stepwise_statements(MySQL(Names())).items():
+                text, values = statement.bind("format", arrays=False)
+                cursor.execute(f"EXPLAIN {text}", values)
+                plan: Any = cursor.fetchall()
+                cursor.execute("FLUSH STATUS")
+                cursor.execute(text, values)
+                cursor.execute("SHOW SESSION STATUS LIKE 'Handler_read%'")
+                read = sum(int(count) for _, count in cursor.fetchall())
+                connection.rollback()
+
+                wanted = {"PRIMARY" if index == "primary" else f"postroom_outbox_{index}" for index in indexes}
+                assert {row[5] for row in plan} == wanted, (name, plan)
+                assert not any("filesort" in row[9] for row in plan), (name, plan)
+                assert read <= 2 * LIMIT, (name, read, plan)
+            cursor.execute("ANALYZE TABLE postroom_outbox")
+
+
+# -- progress ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["postgres", "mariadb", "sqlite"])
+async def test_a_key_behind_more_blocked_keys_than_a_claim_looks_at_gets_its_turn(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    """S2-47, G2, G6: the walk over the keys goes on where the last one ended, in every dialect."""
+    store, add = await outbox_of(request, kind)
+    await store.apply_schema()
+    await store.open()
+    # A hundred keys whose head waits for an hour, with a follower each that is due and stands before all others.
+    add([(f"blocked{n:03}", minutes) for n in range(100) for minutes in (60, -60)])
+    add([("zebra", -1), ("aardvark", -1)])
+
+    claimed: set[str | None] = set()
+    for _ in range(60):
+        claims = await store.claim(2, TERMS)
+        claimed |= {claim.message.key for claim in claims}
+        await store.settle([Settlement(claim, Release(timedelta(hours=1))) for claim in claims])
+    await store.close()
+
+    assert claimed == {"zebra", "aardvark"}
+
+
+async def outbox_of(request: pytest.FixtureRequest, kind: str) -> tuple[Any, Any]:
+    """Return a store, and what adds messages by key and minutes until they are due."""
+    columns = "id, namespace, topic, type, {key}, payload, content_type, headers, next_attempt_at, created_at, updated_at"
+    where = str(request.getfixturevalue({"sqlite": "sqlite_path"}.get(kind, f"{kind}_dsn")))
+    if kind == "sqlite":
+        text = (
+            f"INSERT INTO postroom_outbox ({columns.format(key='key')}) VALUES "
+            "(?, 'default', 't', 't', ?, x'00', 'text/plain', '{}', unixepoch() * 1000 + ? * 60000, 0, 0)"
+        )
+        return SQLiteStore(where), lambda rows: _run_sqlite(where, text, rows)
+    if kind == "mariadb":
+        text = (
+            f"INSERT INTO postroom_outbox ({columns.format(key='`key`')}) VALUES (%s, 'default', 't', 't', %s, 'x', "
+            "'text/plain', '{}', UTC_TIMESTAMP(6) + INTERVAL %s MINUTE, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6))"
+        )
+        return MySQLStore(where), lambda rows: _run_mariadb(where, text, rows)
+    text = (
+        f"INSERT INTO postroom_outbox ({columns.format(key='key')}) VALUES (%s, 'default', 't', 't', %s, 'x', "
+        "'text/plain', '{}', now() + %s * interval '1 min', now(), now())"
+    )
+    return PostgresStore(where), lambda rows: _run_postgres(where, text, rows)
+
+
+def _run_sqlite(where: str, text: str, rows: list[tuple[str, int]]) -> None:
+    with closing(sqlite3.connect(where)) as connection, connection:
+        connection.executemany(text, [(str(uuid4()), key, minutes) for key, minutes in rows])
+
+
+def _run_mariadb(where: str, text: str, rows: list[tuple[str, int]]) -> None:
+    url = urlsplit(where)
+    with closing(pymysql.connect(host=url.hostname, port=url.port or 0, user="root", database=url.path[1:])) as connection:
+        connection.cursor().executemany(text, [(uuid4().bytes, key, minutes) for key, minutes in rows])
+        connection.commit()
+
+
+def _run_postgres(where: str, text: str, rows: list[tuple[str, int]]) -> None:
+    with psycopg.connect(where) as connection:
+        connection.cursor().executemany(text.encode(), [(uuid4(), key, minutes) for key, minutes in rows])

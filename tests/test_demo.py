@@ -1,0 +1,212 @@
+"""The demo: it proves what it says, and would tell if it were not so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+from rich.console import Console
+
+from postroom import Delivered, Message, Outcome
+from postroom.brokers import MemoryBroker
+from postroom.cli.demo import conclude, play
+from postroom.cli.shop import Shop
+from postroom.cli.verdict import Verdict
+
+ROOT = Path(__file__).parent.parent
+OK_LINE = (
+    r"demo: committed (?P<committed>[\d,]+) = delivered (?P=committed), rolled back (?!0)[\d,]+ -> 0 delivered, "
+    r"each customer in order, outage [\d.]+ s survived, 0 dead  OK"
+)
+
+
+def demo(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "postroom.cli", "demo", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def judge(folder: Path, broker: MemoryBroker) -> tuple[Verdict, Shop]:
+    shop = Shop(folder, seconds=1.5, broker=broker)
+    if isinstance(broker, HauntedBroker):
+        broker.ghosts = shop.rolled_back
+    return asyncio.run(play(shop, Console(quiet=True))), shop
+
+
+def test_the_demo_survives_an_outage_and_ends_with_a_verdict_in_one_line() -> None:
+    """G1, G2, G3, G6, G13, S2-01, S4-20: what was committed arrives in order, what was rolled back never does."""
+    done = demo("--seconds", "4")
+
+    *progress, verdict = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(OK_LINE, verdict)
+    assert len(progress) >= 2
+    assert all(re.match(r"time \d+s  placed [\d,]+ \(\d+/s\)  delivered ", line) for line in progress)
+    assert any("broker DOWN" in line for line in progress)
+
+
+def test_the_verdict_as_json_is_the_only_output() -> None:
+    done = demo("--seconds", "1", "--json")
+
+    verdict = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert verdict["ok"] is True
+    assert verdict["committed"] == verdict["delivered"] > 0
+    assert verdict["rolled_back"] > 0
+    assert verdict["outage"] >= 0.33
+
+
+class ForgetfulBroker(MemoryBroker):
+    """Confirms every message and loses one of them."""
+
+    has_forgotten = False
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        if self.has_forgotten or self.confirmed < 10:
+            return await super().publish(messages)
+        self.has_forgotten = True
+        return [Delivered(), *await super().publish(messages[1:])]
+
+
+class HauntedBroker(MemoryBroker):
+    """Delivers one message of a transaction that was rolled back."""
+
+    ghosts: Sequence[UUID] = ()
+    has_haunted = False
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        outcomes = await super().publish(messages)
+        if self.ghosts and not self.has_haunted:
+            self.has_haunted = True
+            await super().publish([replace(messages[0], id=self.ghosts[0])])
+        return outcomes
+
+
+class ReversingBroker(MemoryBroker):
+    """Takes the messages of a batch from its end."""
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        return await super().publish(messages[::-1])
+
+
+class RepeatingBroker(MemoryBroker):
+    """Takes every message twice, as at-least-once delivery allows."""
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        await super().publish(messages)
+        return await super().publish(messages)
+
+
+def test_a_message_that_the_broker_lost_changes_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo would notice a loss: that makes its success worth something."""
+    verdict, _ = judge(tmp_path, ForgetfulBroker())
+
+    assert (verdict.missing, verdict.phantoms, verdict.out_of_order) == (1, 0, 0)
+    assert conclude(verdict, as_json=False) == 1
+    assert re.match(r"demo: committed [\d,]+ != delivered .* FAILED\n", capsys.readouterr().out)
+
+
+def test_a_message_that_was_rolled_back_and_yet_arrived_changes_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo would notice a phantom."""
+    verdict, shop = judge(tmp_path, HauntedBroker())
+
+    assert shop.rolled_back
+    assert (verdict.missing, verdict.phantoms, verdict.unknown) == (0, 1, 1)
+    assert conclude(verdict, as_json=False) == 1
+    assert "-> 1 delivered" in capsys.readouterr().out
+
+
+def test_orders_of_one_customer_in_the_wrong_order_change_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo would notice that order was lost."""
+    verdict, _ = judge(tmp_path, ReversingBroker())
+
+    assert verdict.missing == verdict.unknown == 0
+    assert verdict.out_of_order > 0
+    assert conclude(verdict, as_json=False) == 1
+    assert " out of order" in capsys.readouterr().out
+
+
+def test_a_message_that_arrives_twice_is_no_fault(tmp_path: Path) -> None:
+    """S2-03: delivery is at-least-once."""
+    verdict, _ = judge(tmp_path, RepeatingBroker())
+
+    assert verdict.repeated == verdict.committed
+    assert verdict.ok
+    assert conclude(verdict, as_json=True) == 0
+
+
+GOOD = Verdict(
+    committed=5,
+    delivered=5,
+    missing=0,
+    unknown=0,
+    repeated=0,
+    rolled_back=1,
+    phantoms=0,
+    out_of_order=0,
+    dead=0,
+    outage=timedelta(seconds=1),
+    recovered=True,
+)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(GOOD, missing=1, delivered=4),
+        replace(GOOD, unknown=1, delivered=6),
+        replace(GOOD, phantoms=1),
+        replace(GOOD, out_of_order=1),
+        replace(GOOD, dead=1),
+        replace(GOOD, recovered=False),
+        replace(GOOD, committed=0, delivered=0),
+        replace(GOOD, rolled_back=0),
+    ],
+)
+def test_each_broken_promise_alone_spoils_the_verdict(bad: Verdict) -> None:
+    assert GOOD.ok
+    assert not bad.ok
+    assert str(bad).endswith("FAILED")
+    assert bad.as_dict()["ok"] is False
+
+
+def test_a_repeated_arrival_does_not_count_as_overtaken() -> None:
+    first, second, third = uuid4(), uuid4(), uuid4()
+    arrived = [(first, "a", 1), (second, "a", 2), (first, "a", 1), (third, "b", 1)]
+
+    verdict = Verdict.count(
+        committed=[first, second, third],
+        rolled_back=[],
+        arrived=arrived,
+        dead=0,
+        outage=timedelta(0),
+        recovered=True,
+    )
+
+    assert (verdict.out_of_order, verdict.repeated, verdict.missing) == (0, 1, 0)
+
+
+def test_the_example_runs() -> None:
+    """G1, S2-21: the refused order has no message."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "shop.py"], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "order 2 refused: a price cannot be negative",
+        'order.placed {"order_id":1,"cents":990}',
+        'order.placed {"order_id":3,"cents":450}',
+    ]
