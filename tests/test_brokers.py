@@ -358,7 +358,7 @@ async def test_what_cannot_be_made_durable_is_refused() -> None:
 async def test_another_writer_of_the_file_is_waited_for_and_then_told_of(tmp_path: Path) -> None:
     path = tmp_path / "messages.jsonl"
     with path.open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_SH)
 
         with pytest.raises(BrokerUnavailableError, match="another process"):
             await FileBroker(path, patience=timedelta(milliseconds=20)).publish([order(1)])

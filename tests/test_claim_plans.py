@@ -32,20 +32,20 @@ LIMIT = 100
 Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record]"
 Statistics = Literal["none", "fresh", "stale"]
 
-# Rows lie in random order, so that nothing is found by luck; a key has a hundred messages or so.
+# Rows lie in random order, so that nothing is found by luck.
 FILL = """
     INSERT INTO postroom_outbox (id, namespace, topic, type, key, payload, content_type, status, next_attempt_at,
                                  delivered_at, attempts)
-    SELECT gen_random_uuid(), 'default', 't', 't', CASE WHEN keyed THEN 'k' || n % greatest($1 / 100, 10) END,
+    SELECT gen_random_uuid(), 'default', 't', 't', CASE WHEN keyed THEN kind || n % 500 END,
            repeat('x', 100)::bytea, 'text/plain', status, clock_timestamp() + due,
            CASE WHEN status = 'delivered' THEN clock_timestamp() - interval '8 days' END, 0
     FROM (
-        SELECT n, n % 2 = 0 AS keyed, 'pending' AS status, n * interval '1 ms' - interval '1 h' AS due
+        SELECT n, n % 2 = 0 AS keyed, 'k' AS kind, 'pending' AS status, n * interval '1 ms' - interval '1 h' AS due
         FROM generate_series(1, $1::int) AS n
         UNION ALL
-        SELECT n, n % 2 = 0, 'pending', interval '1 h' FROM generate_series(1, $2::int) AS n
+        SELECT n, n % 2 = 0, 'later', 'pending', interval '1 h' FROM generate_series(1, $2::int) AS n
         UNION ALL
-        SELECT n, n % 2 = 0, 'delivered', interval '0' FROM generate_series(1, $3::int) AS n) AS rows
+        SELECT n, n % 2 = 0, 'k', 'delivered', interval '0' FROM generate_series(1, $3::int) AS n) AS rows
     ORDER BY random()
     """
 
@@ -105,7 +105,10 @@ def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
     walked = dialect.query(dialect._claim_walked, **walk, **dialect._claiming("default", TERMS))  # noqa: SLF001
     return {
         "loose": (next(dialect.claim_loose("default", LIMIT, TERMS)), {"leased", "ready"}),
-        "seen": (next(dialect.claim_keyed("default", LIMIT, TERMS, Walk())), {"leased", "ready_keyed", "keyed", "dead"}),
+        "seen": (
+            next(dialect.claim_keyed("default", LIMIT, TERMS, Walk())),
+            {"leased", "ready_keyed", "keyed", "dead"},
+        ),
         "walked": (walked, {"keyed", "dead"}),
         "suspect": (next(dialect.claim_suspect("default", TERMS)), {"leased", "keyed", "dead"}),
         "settle": (settling, set()),
@@ -179,13 +182,17 @@ async def reads(connection: Connection) -> dict[str, int]:
         FROM pg_stat_user_tables WHERE relname = 'postroom_outbox'
         """
     await connection.execute("SELECT pg_stat_force_next_flush()")
-    others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'postroom'"
+    others = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'postroom'"
+    )
     for _ in range(500):
         if await connection.fetchval(others) == 0:
             break
         await connection.execute("SELECT pg_sleep(0.01)")
         await connection.execute("SELECT pg_stat_clear_snapshot()")
-        if (await connection.fetchval("SELECT state FROM pg_stat_activity WHERE application_name = 'postroom'")) == "idle":
+        if (
+            await connection.fetchval("SELECT state FROM pg_stat_activity WHERE application_name = 'postroom'")
+        ) == "idle":
             break
     row = await connection.fetchrow(query)
     assert row is not None
@@ -234,7 +241,7 @@ def test_sqlite_uses_the_index_made_for_each_step(sqlite_path: Path) -> None:
 MARIADB_FILL = """
     INSERT INTO postroom_outbox (id, namespace, topic, type, `key`, payload, content_type, headers, status,
                                  next_attempt_at, delivered_at, created_at, updated_at)
-    SELECT UNHEX(REPLACE(UUID(), '-', '')), 'default', 't', 't', IF(seq % 2, NULL, CONCAT('k', seq % 200)), 'x',
+    SELECT UNHEX(REPLACE(UUID(), '-', '')), 'default', 't', 't', IF(seq %% 2, NULL, CONCAT('k', seq %% 200)), 'x',
            'text/plain', '{}', %s, UTC_TIMESTAMP(6) + INTERVAL %s MINUTE, IF(%s = 'delivered', '2020-01-01', NULL),
            UTC_TIMESTAMP(6), UTC_TIMESTAMP(6)
     FROM seq_1_to_20000
@@ -248,7 +255,9 @@ async def test_mariadb_reads_by_the_right_index_and_no_more_than_it_takes(mariad
     await store.close()
     url = urlsplit(mariadb_dsn)
     with (
-        closing(pymysql.connect(host=url.hostname, port=url.port or 0, user="root", database=url.path[1:])) as connection,
+        closing(
+            pymysql.connect(host=url.hostname, port=url.port or 0, user="root", database=url.path[1:])
+        ) as connection,
         connection.cursor() as cursor,
     ):
         for status, minutes in (("pending", -60), ("pending", 60), ("delivered", 0)):
@@ -299,7 +308,9 @@ async def test_a_key_behind_more_blocked_keys_than_a_claim_looks_at_gets_its_tur
 
 async def outbox_of(request: pytest.FixtureRequest, kind: str) -> tuple[Any, Any]:
     """Return a store, and what adds messages by key and minutes until they are due."""
-    columns = "id, namespace, topic, type, {key}, payload, content_type, headers, next_attempt_at, created_at, updated_at"
+    columns = (
+        "id, namespace, topic, type, {key}, payload, content_type, headers, next_attempt_at, created_at, updated_at"
+    )
     where = str(request.getfixturevalue({"sqlite": "sqlite_path"}.get(kind, f"{kind}_dsn")))
     if kind == "sqlite":
         text = (
@@ -327,7 +338,9 @@ def _run_sqlite(where: str, text: str, rows: list[tuple[str, int]]) -> None:
 
 def _run_mariadb(where: str, text: str, rows: list[tuple[str, int]]) -> None:
     url = urlsplit(where)
-    with closing(pymysql.connect(host=url.hostname, port=url.port or 0, user="root", database=url.path[1:])) as connection:
+    with closing(
+        pymysql.connect(host=url.hostname, port=url.port or 0, user="root", database=url.path[1:])
+    ) as connection:
         connection.cursor().executemany(text, [(uuid4().bytes, key, minutes) for key, minutes in rows])
         connection.commit()
 

@@ -26,9 +26,10 @@ from click.testing import CliRunner, Result
 import postroom
 from postroom import Dispatcher, Outbox
 from postroom.cli import main
-from postroom.cli.app import app
+from postroom.cli.app import App, app
 from postroom.cli.options import Duration, show_duration
 from postroom.cli.status import show_count
+from postroom.errors import StoreUnavailableError
 from postroom.stores import SQLiteStore
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -447,6 +448,25 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
 
     assert result.exit_code == 2
     assert "Usage: postroom" in result.stderr
+
+
+def raising(error: BaseException) -> Result:
+    def fail() -> None:
+        raise error
+
+    return CliRunner().invoke(App(commands={"fail": click.Command("fail", callback=fail)}), ["fail"])
+
+
+def test_an_error_that_a_task_group_wrapped_is_still_one_line() -> None:
+    nested = ExceptionGroup("tasks", [ExceptionGroup("tasks", [StoreUnavailableError("db:5432\nis away")])])
+
+    assert a_line(raising(nested), 1) == "postroom: db:5432 is away\n"
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback() -> None:
+    unforeseen = ExceptionGroup("tasks", [KeyError("bug")])
+
+    assert raising(unforeseen).exception is unforeseen
 
 
 def test_without_its_extra_the_command_line_says_what_to_install() -> None:

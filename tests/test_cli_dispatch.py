@@ -269,6 +269,26 @@ def test_a_second_signal_ends_at_once_and_the_message_comes_again(url: str, sqli
     assert numbers(out) == [1]
 
 
+def test_a_second_signal_ends_at_once_although_the_database_stands_still(url: str, sqlite_path: Path) -> None:
+    """S4-12: giving back is a courtesy, which the lease makes good if it cannot be had."""
+    add(sqlite_path, [{"number": 1, "text": LARGE}])
+
+    with dispatching("--store", url, "--broker", "stdout:") as process, closing(sqlite3.connect(sqlite_path)) as lock:
+        wait_for_output(process)
+        lock.execute("BEGIN IMMEDIATE")
+        process.terminate()
+        read_line(process, "stopping")
+        began = time.monotonic()
+        process.terminate()
+        code = process.wait(PATIENCE)
+        took = time.monotonic() - began
+        lock.rollback()
+
+    assert code == 128 + signal.SIGTERM
+    assert took < 4  # a call to the store alone would wait for 5 s
+    assert rows(sqlite_path, BY_STATUS) == [("processing", 1)]
+
+
 def test_what_kill_9_interrupted_is_delivered_after_the_next_start(url: str, sqlite_path: Path, tmp_path: Path) -> None:
     """G2, S2-03, S2-33, S2-50, S4-20: nothing is lost, and nobody has to repair anything."""
     count = 1500

@@ -15,7 +15,7 @@ _ID = re.compile(r"\b[SG]\d-\d\d\b")
 _ROW = re.compile(r"^\| (S\d-\d\d) \| (.*?) \| (.*) \|$")
 
 
-def tests_by_requirement() -> dict[str, list[str]]:
+def proofs_by_requirement() -> dict[str, list[str]]:
     """Return which tests say in their docstring that they prove a requirement."""
     found: dict[str, list[str]] = {}
     sources = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "src" / "postroom" / "testing").rglob("*.py")]
@@ -44,7 +44,7 @@ def pages_by_requirement() -> dict[str, list[str]]:
 
 def rendered() -> str:
     """Return the page with what proves each requirement today."""
-    tests, pages = tests_by_requirement(), pages_by_requirement()
+    tests, pages = proofs_by_requirement(), pages_by_requirement()
     lines: list[str] = []
     for line in PAGE.read_text().splitlines():
         row = _ROW.match(line)

@@ -297,8 +297,8 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
     ("postgres", "DROP INDEX postroom_outbox_dedupe"): ["index postroom_outbox_dedupe is missing"],
     ("postgres", "UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'postroom_outbox_dead'::regclass"): [
         (
-            "index postroom_outbox_dead is \"btree (namespace, topic, key, seq) WHERE (status = 'dead'::text) INVALID\", "
-            "should be \"btree (namespace, topic, key, seq) WHERE (status = 'dead'::text)\""
+            "index postroom_outbox_dead is "
+            "\"btree (namespace, topic, key, seq) WHERE (status = 'dead'::text) INVALID\", should be \"btree (namespace, topic, key, seq) WHERE (status = 'dead'::text)\""
         )
     ],
     (

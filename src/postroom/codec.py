@@ -59,11 +59,12 @@ class JSONCodec:
     def encode(self, event: object) -> bytes:
         """Return compact UTF-8 JSON."""
         try:
-            if _is_model(event):
-                return cast("_Model", event).model_dump_json().encode()
-            if _is_struct(event):
-                return cast("bytes", sys.modules["msgspec"].json.encode(event))
-            return _ENCODER.encode(event).encode()
+            if type(event) is not dict:  # the most common event takes the quick way
+                if _is_model(event):
+                    return cast("_Model", event).model_dump_json().encode()
+                if _is_struct(event):
+                    return cast("bytes", sys.modules["msgspec"].json.encode(event))
+            return _ENCODER.encode(cast("object", event)).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise EncodeError(event, str(error)) from error
 
@@ -121,5 +122,7 @@ _FORMS: Final[Sequence[tuple[tuple[type, ...], Callable[[Any], object]]]] = (
     ((Enum,), lambda value: value.value),
     ((set, frozenset), list),
 )
-# json.dumps would make one for every event.
-_ENCODER: Final = json.JSONEncoder(default=_plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+# json.dumps would make one for every event. What contains itself ends with a RecursionError.
+_ENCODER: Final = json.JSONEncoder(
+    default=_plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=False
+)

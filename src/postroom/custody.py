@@ -42,7 +42,7 @@ class Custody:
         self._unsettled: list[Settlement] = []
         self._arrived = asyncio.Event()
         #: Set whenever claims were settled.
-        self.progress = asyncio.Event()
+        self.progress: asyncio.Event = asyncio.Event()
         #: Called with settlements that are in the store.
         self.recorded: Callable[[Sequence[Settlement]], None] = lambda _: None
 

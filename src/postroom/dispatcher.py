@@ -109,7 +109,7 @@ class Dispatcher:
             raise ConfigurationError(f"publish_timeout={publish_timeout} must be shorter than lease={lease}")
         if on_dead not in {"block", "skip"}:
             raise ConfigurationError(f"on_dead={on_dead!r} must be 'block' or 'skip'")
-        self.worker = worker or uuid4()
+        self.worker: UUID = worker or uuid4()
         self._store = store
         self._publisher = self._wrapped(publisher, concurrency, publish_timeout)
         self._batch = batch

@@ -117,17 +117,12 @@ def validate(message: Message, limits: Limits, *, opaque_dedupe_keys: bool = Fal
     """Raise the error that names the first thing wrong with a message."""
     _validate_names(message)
     _validate_types(message)
-    validate_size(message, limits)
+    if len(message.payload) > limits.payload:
+        raise PayloadTooLargeError(len(message.payload), limits.payload)
     if message.headers:
         _validate_headers(message.headers, limits)
     if not opaque_dedupe_keys:
         _validate_tenant(message)
-
-
-def validate_size(message: Message, limits: Limits) -> None:
-    """Raise `PayloadTooLargeError` for what is too large."""
-    if len(message.payload) > limits.payload:
-        raise PayloadTooLargeError(len(message.payload), limits.payload)
 
 
 def is_namespace(text: str) -> bool:

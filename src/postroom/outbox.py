@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import Any, Final, Protocol, TypeAlias, TypedDict, Unpack, cast, overload
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack, cast, overload
 from uuid import UUID
 
 from .codec import Codec, JSONCodec, type_name
@@ -19,7 +19,7 @@ from .errors import (
     InvalidNameError,
     UnknownConnectionError,
 )
-from .message import DEFAULT_NAMESPACE, Limits, Message, is_namespace, validate, validate_size
+from .message import DEFAULT_NAMESPACE, Limits, Message, is_namespace, validate
 
 __all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncConnection", "Writer"]
 
@@ -59,8 +59,7 @@ class Added:
     added: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Addition:
+class Addition(NamedTuple):
     """A message on its way into the outbox, and when it is due."""
 
     message: Message
@@ -171,7 +170,7 @@ class Outbox:
         self.table = table
         self.schema = schema
         self.codec: Codec = codec or JSONCodec()
-        self.limits = limits or Limits()
+        self.limits: Limits = limits or Limits()
         self.strict_order = strict_order
         self.opaque_dedupe_keys = opaque_dedupe_keys
         self.wake = wake
@@ -236,18 +235,21 @@ class Outbox:
 
     def _additions(self, events: Sequence[object], options: Options) -> list[Addition]:
         due_at, delay = _due(options)
+        headers = options.get("headers")
+        if isinstance(headers, Mapping):
+            options["headers"] = dict(headers)  # the caller may change its own before an async add is awaited
         additions: list[Addition] = []
         checked: set[tuple[str, str]] = set()
         for event in events:
-            given = isinstance(event, Message)
-            message = self._given(event, options) if isinstance(event, Message) else self._made(event, options)
+            if isinstance(event, Message):
+                message, given = self._given(event, options), True
+            else:
+                message, given = self._made(event, options), False
             # What comes from the options is the same for all events, and checked with the first of them.
             differing = (message.type, message.content_type)
-            if given or differing not in checked:
+            if given or differing not in checked or len(message.payload) > self.limits.payload:
                 validate(message, self.limits, opaque_dedupe_keys=self.opaque_dedupe_keys)
                 checked.add(differing)
-            else:
-                validate_size(message, self.limits)
             additions.append(Addition(message, due_at, delay, given))
         return additions
 
@@ -260,11 +262,7 @@ class Outbox:
         topic = options.get("topic")
         if topic is None:
             raise InvalidMessageError("add() needs topic= for an event that is not a Message")
-        if isinstance(event, _RAW):
-            payload, kind, content_type = bytes(cast("bytes", event)), topic, "application/octet-stream"
-        else:
-            payload, content_type = self._encode(event), self.codec.content_type
-            kind = topic if isinstance(event, (dict, Mapping)) else type_name(event)  # the dict is only quicker
+        payload, kind, content_type = self._encoded(event, topic)
         return Message(
             topic=topic,
             payload=payload,
@@ -272,20 +270,20 @@ class Outbox:
             key=options.get("key"),
             namespace=self.namespace,
             content_type=options.get("content_type") or content_type,
-            headers=_copied(options["headers"]) if options.get("headers") else {},
+            headers=options.get("headers") or {},
             tenant_id=options.get("tenant_id"),
             dedupe_key=options.get("dedupe_key"),
         )
 
-    def _encode(self, event: object) -> bytes:
+    def _encoded(self, event: object, topic: str) -> tuple[bytes, str, str]:
+        """Return the payload of an event, its type and its content type."""
+        if isinstance(event, (dict, Mapping)):  # the dict is only quicker
+            return self.codec.encode(cast("object", event)), topic, self.codec.content_type
+        if isinstance(event, _RAW):
+            return bytes(cast("bytes", event)), topic, "application/octet-stream"
         if event is None or isinstance(event, _BARE):
             raise EncodeError(event, "a bare value is no event")
-        return self.codec.encode(event)
-
-
-def _copied(headers: Mapping[str, str]) -> Mapping[str, str]:
-    # The caller may change its own before an async add is awaited.
-    return dict(headers) if isinstance(cast("object", headers), Mapping) else headers
+        return self.codec.encode(event), type_name(event), self.codec.content_type
 
 
 def _due(options: Options) -> tuple[datetime | None, timedelta]:

@@ -47,7 +47,7 @@ class MemoryRow:
 class MemoryStore:
     """Messages in a list, in order of arrival; they end with the process."""
 
-    features = Features(durable=False)
+    features: Features = Features(durable=False)
 
     def __init__(
         self,

@@ -279,9 +279,9 @@ class StoreMachine(RuleBasedStateMachine):
         self._take(self.loop.run_until_complete(self.stores[which].claim(100, terms)), 100, terms, complete=True)
         self.advance(STEPS[-1])
 
-    @rule(which=st.integers(0, 2), max_attempts=st.sampled_from([MAX_ATTEMPTS, 2]))
+    @rule(which=st.integers(0, 2), max_attempts=st.sampled_from([1, 2, MAX_ATTEMPTS]))
     def sweep(self, which: int, max_attempts: int) -> None:
-        """Bury what has no attempt left."""
+        """Bury what has no attempt left, also by a budget that is smaller than that of the claims."""
         terms = ClaimTerms(worker=uuid4(), max_attempts=max_attempts)
         swept = self.loop.run_until_complete(self.stores[which].sweep(terms))
         assert swept == self.model.sweep(max_attempts)

@@ -78,7 +78,7 @@ class SQLStore:
         if keep_delivered < timedelta(0) or timeout <= timedelta(0):
             raise ConfigurationError(f"keep_delivered={keep_delivered} and timeout={timeout} must not be negative")
         self.namespace = namespace
-        self.features = features or Features()
+        self.features: Features = features or Features()
         self.keep_delivered = keep_delivered
         self.schema = schema
         self._dialect = schema.dialect

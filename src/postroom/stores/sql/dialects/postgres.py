@@ -27,10 +27,11 @@ def lock_number(namespace: str, topic: str, key: str) -> int:
 
 
 def _is_alike(one: Addition, other: Addition) -> bool:
-    """Tell whether two messages differ in id, type and payload only, and have no dedupe key."""
+    """Tell whether two messages differ in id, type and payload only, and have nothing that may be there already."""
     a, b = one.message, other.message
     return (
-        a.dedupe_key is None
+        not one.given
+        and a.dedupe_key is None
         and a.topic == b.topic
         and a.key == b.key
         and a.tenant_id == b.tenant_id
@@ -59,26 +60,31 @@ class PostgreSQL(Dialect):
     # -- add ---------------------------------------------------------------------------------------------------
 
     def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
-        if len(additions) > 1:
+        alike = len(additions) > 1 and all(_is_alike(addition, additions[0]) for addition in additions)
+        if len(additions) > 1 and not alike:
             return (yield from super().add(additions, strict_order=strict_order))
         if strict_order:
             yield from self._lock_keys(additions)
-        # One row needs no answer but its count: a producer without the right to read can add it.
+        # Here a producer without the right to read can add, since no row is asked for.
+        if alike:
+            yield self._insert_new(additions)
+            return [Added(addition.message.id, added=True) for addition in additions]
         inserted = yield self.sql(self._insert_one, **self._values(additions[0]))
         if inserted.count:
             return [Added(additions[0].message.id, added=True)]
         return (yield from self._outcome(additions, set()))
 
+    def _insert_new(self, additions: Sequence[Addition]) -> Statement:
+        messages = [addition.message for addition in additions]
+        return self.sql(
+            self._insert_alike,
+            **self._values(additions[0]),
+            ids=[message.id for message in messages],
+            types=[message.type for message in messages],
+            payloads=[message.payload for message in messages],
+        )
+
     def _insert(self, additions: Sequence[Addition]) -> Statement:
-        if all(_is_alike(addition, additions[0]) for addition in additions):
-            messages = [addition.message for addition in additions]
-            return self.query(
-                self._insert_alike,
-                **self._values(additions[0]),
-                ids=[message.id for message in messages],
-                types=[message.type for message in messages],
-                payloads=[message.payload for message in messages],
-            )
         rows = [self._values(addition) for addition in additions]
         columns: dict[str, list[Any]] = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
         return self.query(self._insert_many, **columns)
@@ -91,16 +97,14 @@ class PostgreSQL(Dialect):
                 COALESCE(:due_at::timestamptz, statement_timestamp() + :delay::interval))
         ON CONFLICT DO NOTHING
         """
-    # Arrays are what a batch costs: most batches differ in these three columns only.
+    # Arrays are what a batch costs: most batches differ in these columns only, and can conflict with nothing.
     _insert_alike: ClassVar[str] = """
-        INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, dedupe_key, payload, content_type,
-                              headers, next_attempt_at)
-        SELECT id, :namespace::text, :topic::text, type, :key::text, :tenant_id::uuid, NULL, payload,
+        INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, payload, content_type, headers,
+                              next_attempt_at)
+        SELECT id, :namespace::text, :topic::text, type, :key::text, :tenant_id::uuid, payload,
                :content_type::text, (:headers::text)::jsonb,
                COALESCE(:due_at::timestamptz, statement_timestamp() + :delay::interval)
         FROM unnest(:ids::uuid[], :types::text[], :payloads::bytea[]) AS t(id, type, payload)
-        ON CONFLICT DO NOTHING
-        RETURNING id
         """
     _insert_many: ClassVar[str] = """
         INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, dedupe_key, payload, content_type,

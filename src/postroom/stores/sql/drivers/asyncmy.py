@@ -14,8 +14,8 @@ try:
     import asyncmy
     from asyncmy import errors as asyncmy_errors
     from asyncmy.cursors import Cursor
-except ImportError as error:
-    raise MissingExtraError("asyncmy", "mysql") from error
+except ImportError as _error:
+    raise MissingExtraError("asyncmy", "mysql") from _error
 
 __all__ = ["AsyncmyDriver"]
 

@@ -15,8 +15,8 @@ from ..url import Place
 
 try:
     import asyncpg
-except ImportError as error:
-    raise MissingExtraError("asyncpg", "postgres") from error
+except ImportError as _error:
+    raise MissingExtraError("asyncpg", "postgres") from _error
 
 __all__ = ["AsyncpgDriver"]
 

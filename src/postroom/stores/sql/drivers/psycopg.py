@@ -17,8 +17,8 @@ try:
     import psycopg
     from psycopg import sql
     from psycopg.rows import TupleRow
-except ImportError as error:
-    raise MissingExtraError("psycopg", "psycopg") from error
+except ImportError as _error:
+    raise MissingExtraError("psycopg", "psycopg") from _error
 
 __all__ = ["PsycopgDriver"]
 

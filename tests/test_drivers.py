@@ -1,0 +1,531 @@
+"""Drivers on networks and servers that fail: an error of ours in time, a fresh connection, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+from urllib.parse import quote, urlsplit
+from uuid import uuid4
+
+import psycopg
+import pymysql
+import pytest
+
+from postroom.errors import (
+    ReadOnlyStoreError,
+    StoreAuthenticationError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from postroom.message import Message
+from postroom.outbox import Outbox
+from postroom.store import ClaimTerms, Delivered, Settlement
+from postroom.stores import MySQLStore, PostgresStore
+from postroom.stores.sql.statement import Script, Statement
+from postroom.stores.sql.store import SQLStore
+from postroom.testing.faults import FaultProxy
+from postroom.testing.servers import MariaDBServer, PostgresServer
+from postroom.testing.waiting import until
+
+TERMS = ClaimTerms(worker=uuid4())
+TIMEOUT = timedelta(seconds=1)
+#: What a call may take over its timeout: throwing away the connection, on a busy machine.
+MARGIN = 1.5
+Kind = Literal["asyncpg", "psycopg", "asyncmy"]
+KINDS: tuple[Kind, ...] = ("asyncpg", "psycopg", "asyncmy")
+
+
+def ask(text: str) -> Script[Any]:
+    answer = yield Statement(text, {}, returns=True)
+    return answer.rows[0][0]
+
+
+@dataclass(slots=True)
+class Site:
+    """One database behind a proxy, with a plain connection around it."""
+
+    kind: Kind
+    dsn: str
+    proxy: FaultProxy
+
+    @property
+    def url(self) -> str:
+        parts = urlsplit(self.dsn)
+        return parts._replace(netloc=f"{parts.username}@127.0.0.1:{self.proxy.port}").geturl()
+
+    def store(self, *, timeout: timedelta = TIMEOUT, connections: int = 5) -> SQLStore:
+        return store_of(self.kind, self.url, timeout=timeout, connections=connections)
+
+    def connect(self) -> Any:
+        return connect(self.kind, self.dsn)
+
+    def run(self, text: str) -> list[Any]:
+        with closing(self.connect()) as connection:
+            cursor = connection.cursor()
+            cursor.execute(text)
+            return list(cursor.fetchall()) if cursor.description else []
+
+    def add(self, *keys: str | None) -> list[Message]:
+        messages = [Message(topic="t", payload=b"{}", key=key) for key in keys]
+        with closing(self.connect()) as connection:
+            connection.cursor().execute("BEGIN")
+            Outbox().add(connection, messages)
+            connection.cursor().execute("COMMIT")
+        return messages
+
+    def sessions(self) -> list[str]:
+        """Return what each session of the store is doing."""
+        if self.kind == "asyncmy":
+            text = (
+                "SELECT COALESCE(trx_state, 'idle') FROM information_schema.processlist "
+                "LEFT JOIN information_schema.innodb_trx ON trx_mysql_thread_id = id "
+                "WHERE db = DATABASE() AND id <> CONNECTION_ID()"
+            )
+        else:
+            text = "SELECT state FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        return [row[0] for row in self.run(text)]
+
+
+def store_of(kind: Kind, url: str, *, timeout: timedelta = TIMEOUT, connections: int = 5) -> SQLStore:
+    if kind == "asyncmy":
+        return MySQLStore(url, timeout=timeout, connections=connections)
+    return PostgresStore(url, driver=kind, timeout=timeout, connections=connections)
+
+
+def connect(kind: Kind, dsn: str) -> Any:
+    if kind != "asyncmy":
+        return psycopg.connect(dsn, autocommit=True)
+    url = urlsplit(dsn)
+    return pymysql.connect(
+        host=url.hostname or "", port=url.port or 0, user=url.username, database=url.path[1:], autocommit=True
+    )
+
+
+@pytest.fixture(params=KINDS)
+async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
+    """A database with a schema, behind a proxy."""
+    dsn = request.getfixturevalue("mariadb_dsn" if request.param == "asyncmy" else "postgres_dsn")
+    store = store_of(request.param, dsn)
+    await store.apply_schema()
+    await store.close()
+    async with FaultProxy("127.0.0.1", urlsplit(dsn).port or 0) as proxy:
+        yield Site(request.param, dsn, proxy)
+
+
+@asynccontextmanager
+async def opened(store: SQLStore) -> AsyncIterator[SQLStore]:
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def within(limit: float) -> AsyncIterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < limit
+
+
+# -- the network -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("directions", [(), ("requests",), ("replies",)], ids=["both ways", "requests", "replies"])
+async def test_a_silent_link_ends_in_a_timeout_and_its_connection_is_not_used_again(site: Site, directions: Any) -> None:
+    """G2, S4-13: no driver ends a call on a black-holed link by itself."""
+    async with opened(site.store()) as store:
+        site.proxy.black_hole(*directions)
+        async with within(TIMEOUT.total_seconds() + MARGIN):
+            with pytest.raises(StoreTimeoutError, match=r"127\.0\.0\.1:\d+/\w+ did not answer within 1 s"):
+                await store.claim(10, TERMS)
+        site.proxy.heal()
+        site.add(None)
+
+        await until(lambda: claims(store), "the store works again")
+
+        assert site.proxy.accepted == 2
+        await until(lambda: site.proxy.open == 1, "the silent connection is closed")
+
+
+async def claims(store: SQLStore) -> bool:
+    return len(await store.claim(10, TERMS)) == 1
+
+
+async def test_a_link_that_is_silent_from_the_beginning_ends_in_a_timeout(site: Site) -> None:
+    """S4-13: connecting has the same deadline as everything else."""
+    site.proxy.black_hole()
+    store = site.store()
+
+    async with within(TIMEOUT.total_seconds() + MARGIN):
+        with pytest.raises(StoreTimeoutError):
+            await store.open()
+
+    await store.close()
+    await until(lambda: site.proxy.open == 0, "the half-made connection is closed")
+
+
+async def test_many_calls_on_a_silent_link_all_end_in_time(site: Site) -> None:
+    """G11: waiting for a connection counts towards the deadline."""
+    async with opened(site.store(connections=2)) as store:
+        site.proxy.black_hole()
+
+        async with within(TIMEOUT.total_seconds() + 2 * MARGIN):
+            answers = await asyncio.gather(*(store.claim(1, TERMS) for _ in range(10)), return_exceptions=True)
+
+        assert {type(answer) for answer in answers} == {StoreTimeoutError}
+        site.proxy.heal()
+        assert await store.claim(1, TERMS) == []
+
+
+async def test_a_cut_link_is_unavailable_once_and_then_works(site: Site) -> None:
+    """G2, S4-13, S4-20: one failed call throws away all idle connections."""
+    async with opened(site.store()) as store:
+        await asyncio.gather(*(store.stats() for _ in range(5)))
+        assert site.proxy.cut() > 1
+
+        with pytest.raises(StoreUnavailableError, match="check that the server runs, and its host and port"):
+            await store.claim(10, TERMS)
+
+        assert await store.claim(10, TERMS) == []
+
+
+async def test_a_link_that_is_cut_during_a_call_is_unavailable_at_once(site: Site) -> None:
+    """G2, S4-13: the call does not wait for its deadline."""
+    sleep = "SELECT SLEEP(30)" if site.kind == "asyncmy" else "SELECT pg_sleep(30)"
+    async with opened(site.store(timeout=timedelta(seconds=20))) as store:
+        async with within(5):
+            call = asyncio.create_task(store._run(ask(sleep), atomic=True))  # noqa: SLF001
+            await until(lambda: {"active", "RUNNING"} & set(site.sessions()), "the call is under way")
+            site.proxy.cut()
+            with pytest.raises(StoreUnavailableError):
+                await call
+
+        assert await store.claim(10, TERMS) == []
+
+
+async def test_a_reply_that_breaks_off_is_unavailable(site: Site) -> None:
+    """G12: half an answer is none."""
+    site.add(*[None] * 50)
+    async with opened(site.store()) as store:
+        await store.stats()
+        site.proxy.truncate(after=1000)
+
+        with pytest.raises(StoreUnavailableError):
+            await store.claim(50, TERMS)
+
+        site.proxy.heal()
+        # It was claimed, as far as the database knows, or not at all; never in part.
+        assert len(await store.claim(50, TERMS)) in {0, 50}
+
+
+async def test_a_settlement_whose_reply_was_lost_can_be_repeated(site: Site) -> None:
+    """G12, S2-37, S2-39: the token is still ours, so saying it twice is no loss."""
+    [message] = site.add(None)
+    wire = {"asyncpg": message.id.bytes, "psycopg": message.id.hex.encode(), "asyncmy": b"COMMIT"}
+    async with opened(site.store()) as store:
+        [claim] = await store.claim(1, TERMS)
+        site.proxy.drop_reply(wire[site.kind])
+        with pytest.raises(StoreUnavailableError):
+            await store.settle([Settlement(claim, Delivered())])
+        assert site.proxy.dropped == 1
+        assert site.run("SELECT status FROM postroom_outbox") == [("delivered",)]
+
+        assert await store.settle([Settlement(claim, Delivered())]) == []
+
+
+async def test_a_port_where_nobody_listens_is_unavailable(site: Site) -> None:
+    """S4-13: what cannot be reached is told as such, with the address and without delay."""
+    await site.proxy.refuse()
+    store = site.store()
+
+    async with within(TIMEOUT.total_seconds()):
+        with pytest.raises(StoreUnavailableError, match=f"127.0.0.1:{site.proxy.port}/.*check that the server runs"):
+            await store.open()
+
+    await site.proxy.accept()
+    async with opened(store):
+        assert await store.claim(1, TERMS) == []
+
+
+# -- connections -----------------------------------------------------------------------------------------------------
+
+
+async def test_the_pool_never_exceeds_its_size(site: Site) -> None:
+    """G11: connections are bounded, however many calls there are."""
+    async with opened(site.store(connections=3, timeout=timedelta(seconds=20))) as store:
+        site.proxy.latency = timedelta(milliseconds=2)
+
+        await asyncio.gather(*(store.stats() for _ in range(30)))
+
+        assert site.proxy.accepted == 3
+        assert len(site.sessions()) == 3
+    await until(lambda: site.sessions() == [], "all sessions end")
+
+
+async def test_a_call_that_is_cancelled_anywhere_leaves_no_transaction_and_no_connection(site: Site) -> None:
+    """G11: cancelled while connecting, beginning, claiming or committing."""
+    site.add(*[None] * 20, *["k"] * 20)
+    dice = random.Random(5)
+    store = site.store(connections=2, timeout=timedelta(seconds=20))
+    site.proxy.latency = timedelta(milliseconds=1)
+    for number in range(60):
+        call = asyncio.create_task(store.claim(1, TERMS))
+        await asyncio.sleep(dice.uniform(0, 0.03))
+        call.cancel()
+        await asyncio.wait({call})
+        if number % 5 == 0:
+            await store.close()
+
+    site.proxy.heal()
+    await store.stats()
+
+    await until(lambda: len(site.sessions()) <= 1, "the sessions of cancelled calls end")
+    assert set(site.sessions()) == {"idle"}
+    assert site.proxy.open == 1
+    await store.close()
+    await until(lambda: site.sessions() == [], "all sessions end")
+
+
+FORK = """
+import asyncio, os, sys
+from datetime import timedelta
+from postroom.stores import MySQLStore, PostgresStore
+from postroom.stores.sql.statement import Statement
+
+store = {store}
+number = Statement({text!r}, {{}}, returns=True)
+
+def script():
+    answer = yield number
+    return answer.rows[0][0]
+
+async def session():
+    return await store._driver.run(script(), timeout=timedelta(seconds=5))
+
+loop = asyncio.new_event_loop()
+before = loop.run_until_complete(session())
+child = os.fork()
+if child == 0:
+    inner = asyncio.new_event_loop()
+    inner.run_until_complete(store.open())
+    print("child", inner.run_until_complete(session()), flush=True)
+    inner.run_until_complete(store.close())
+    os._exit(0)
+os.waitpid(child, 0)
+after = loop.run_until_complete(session())
+print("parent", before, after, flush=True)
+loop.run_until_complete(store.close())
+os._exit(0)
+"""
+
+
+def test_a_forked_child_does_not_use_the_connections_of_its_parent(site: Site) -> None:
+    """G11: a server that forks its workers after start must not mix up two conversations."""
+    text = "SELECT CONNECTION_ID()" if site.kind == "asyncmy" else "SELECT pg_backend_pid()"
+    store = f"MySQLStore({site.dsn!r})" if site.kind == "asyncmy" else f"PostgresStore({site.dsn!r}, driver={site.kind!r})"
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK.format(store=store, text=text)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    words = done.stdout.split()
+    assert words[0::2][:1] == ["child"], done.stderr
+    child, before, after = words[1], words[3], words[4]
+    assert before == after
+    assert child != before
+
+
+async def test_claims_are_durable_whatever_the_database_defaults_to(site: Site) -> None:
+    """G3, S2-26: claims flush the log, and see what others have committed since."""
+    name = urlsplit(site.dsn).path[1:]
+    if site.kind != "asyncmy":
+        site.run(f"ALTER DATABASE {name} SET synchronous_commit = off")
+        site.run(f"ALTER DATABASE {name} SET default_transaction_isolation = 'read committed'")
+    text = "SELECT @@tx_isolation" if site.kind == "asyncmy" else "SELECT current_setting('synchronous_commit')"
+    async with opened(site.store()) as store:
+        answer = await store._run(ask(text), atomic=True)  # noqa: SLF001
+
+    assert answer == ("READ-COMMITTED" if site.kind == "asyncmy" else "on")
+
+
+# -- servers ---------------------------------------------------------------------------------------------------------
+
+
+async def survives_a_killed_server(server: PostgresServer | MariaDBServer, kinds: tuple[Kind, ...]) -> None:
+    for kind in kinds:
+        store = store_of(kind, server.dsn, timeout=timedelta(seconds=10))
+        await store.apply_schema()
+        async with opened(store):
+            await asyncio.to_thread(server.kill9)
+            with pytest.raises(StoreUnavailableError):
+                await store.claim(1, TERMS)
+            with pytest.raises(StoreUnavailableError):
+                await store.claim(1, TERMS)
+            await asyncio.to_thread(server.start)
+
+            assert await store.claim(1, TERMS) == []
+
+
+async def test_a_store_outlives_the_crash_of_its_postgresql(private_postgres: PostgresServer) -> None:
+    """G2, S4-20: it is unavailable while the server is down, and works when it is back."""
+    await survives_a_killed_server(private_postgres, ("asyncpg", "psycopg"))
+
+
+async def test_a_store_outlives_the_crash_of_its_mariadb(private_mariadb: MariaDBServer) -> None:
+    """G2, S4-20: it is unavailable while the server is down, and works when it is back."""
+    await survives_a_killed_server(private_mariadb, ("asyncmy",))
+
+
+async def test_a_standby_is_refused_because_claims_need_the_primary(private_postgres: PostgresServer) -> None:
+    """G3: a server in recovery takes no claims, whichever driver asks."""
+    store = store_of("asyncpg", private_postgres.dsn)
+    await store.apply_schema()
+    await store.close()
+    assert private_postgres.home
+    (private_postgres.home / "data" / "standby.signal").touch()
+    await asyncio.to_thread(private_postgres.restart)
+
+    for kind in ("asyncpg", "psycopg"):
+        store = store_of(kind, private_postgres.dsn)
+        with pytest.raises(ReadOnlyStoreError, match="use the primary"):
+            await store.open()
+        with pytest.raises(ReadOnlyStoreError, match="connect to the primary"):
+            await store.claim(1, TERMS)
+        await store.close()
+
+
+@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+async def test_a_read_only_database_is_refused(kind: Kind, postgres_dsn: str) -> None:
+    """G3: also where it is no standby."""
+    store = store_of(kind, postgres_dsn)
+    await store.apply_schema()
+    await store.close()
+    with closing(connect(kind, postgres_dsn)) as connection:
+        connection.execute(f"ALTER DATABASE {urlsplit(postgres_dsn).path[1:]} SET default_transaction_read_only = on")
+
+    with pytest.raises(ReadOnlyStoreError):
+        await store.open()
+
+    with pytest.raises(ReadOnlyStoreError, match="ReadOnlySql"):
+        await store.claim(1, TERMS)
+    await store.close()
+
+
+async def test_a_read_only_mariadb_is_refused(private_mariadb: MariaDBServer) -> None:
+    """G3: by the setting when it is opened, and by the server's own refusal afterwards."""
+    store = MySQLStore(private_mariadb.dsn)
+    await store.apply_schema()
+    await store.close()
+    private_mariadb.client.query(
+        "CREATE USER app@127.0.0.1// GRANT SELECT, INSERT, UPDATE, DELETE ON test.* TO app@127.0.0.1"
+    )
+    with closing(connect("asyncmy", private_mariadb.dsn)) as connection:
+        connection.cursor().execute("BEGIN")
+        Outbox().add(connection, Message(topic="t", payload=b"{}"))
+        connection.cursor().execute("COMMIT")
+    private_mariadb.client.query("SET GLOBAL read_only = 1")
+
+    store = MySQLStore(private_mariadb.dsn.replace("root@", "app@"))
+    with pytest.raises(ReadOnlyStoreError, match="use the primary"):
+        await store.open()
+    with pytest.raises(ReadOnlyStoreError, match=r"1290.*connect to the primary"):
+        await store.claim(1, TERMS)
+    await store.close()
+
+
+# -- secrets ---------------------------------------------------------------------------------------------------------
+
+SECRET = "c4n/ary pa$$w%rd"  # noqa: S105
+
+
+def everything_said(error: BaseException) -> Iterator[str]:
+    """Yield the text and the fields of an error and of all that are chained to it."""
+    chain: list[BaseException | None] = [error]
+    for one in chain:
+        if one is not None:
+            yield f"{one} {one!r} {one.args!r} {getattr(one, '__dict__', {})!r}"
+            chain += [one.__cause__, one.__context__]
+
+
+async def is_kept_secret(kind: Kind, url: str, caplog: pytest.LogCaptureFixture, hurt: Callable[[str], str]) -> None:
+    good = store_of(kind, url.replace("SECRET", quote(SECRET, safe="")))
+    await good.apply_schema()
+    async with opened(good):
+        assert await good.stats()
+
+    caplog.set_level(0)
+    bad = store_of(kind, hurt(url).replace("SECRET", quote(SECRET, safe="")))
+    with pytest.raises(StoreError) as caught:
+        await bad.open()
+    await bad.close()
+
+    said = " ".join([*everything_said(caught.value), repr(bad), caplog.text])
+    for form in (SECRET, quote(SECRET), quote(SECRET, safe="")):
+        assert form not in said
+    assert isinstance(caught.value, StoreAuthenticationError)
+    assert str(caught.value).endswith("; check the user, the password and the name of the database")
+
+
+def hurts(url: str) -> list[Callable[[str], str]]:
+    """Return ways to make a URL that the server refuses while it holds the password."""
+    return [
+        lambda url: url.replace("canary:", "nobody:"),
+        lambda url: url.replace("SECRET@", "SECRETx@"),
+        lambda url: f"{url}_that_is_not_there",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+async def test_postgresql_refuses_credentials_without_telling_the_password(
+    kind: Kind, private_postgres: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """G11: the error says what to check, and neither it nor its causes nor the log tells the secret."""
+    assert private_postgres.home
+    rules = "host all canary 127.0.0.1/32 scram-sha-256\nhost all nobody 127.0.0.1/32 scram-sha-256\n"
+    rules += "host all all 127.0.0.1/32 trust\n"
+    (private_postgres.home / "data" / "pg_hba.conf").write_text(rules)
+    with closing(connect(kind, private_postgres.dsn)) as connection:
+        connection.execute(f"CREATE ROLE canary SUPERUSER LOGIN PASSWORD '{SECRET}'".encode())
+        connection.execute("SELECT pg_reload_conf()")
+    url = f"postgresql://canary:SECRET@127.0.0.1:{private_postgres.port}/postgres"
+    await until(lambda: refused(url.replace("SECRET", "wrong")), "the server has read its rules anew")
+
+    for hurt in hurts(url):
+        await is_kept_secret(kind, url, caplog, hurt)
+
+
+def refused(url: str) -> bool:
+    try:
+        psycopg.connect(url).close()
+    except psycopg.OperationalError:
+        return True
+    return False
+
+
+async def test_mariadb_refuses_credentials_without_telling_the_password(
+    private_mariadb: MariaDBServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """G11: the error says what to check, and neither it nor its causes nor the log tells the secret."""
+    with closing(connect("asyncmy", private_mariadb.dsn)) as connection:
+        cursor = connection.cursor()
+        cursor.execute("CREATE USER canary@127.0.0.1 IDENTIFIED BY %s", (SECRET,))
+        cursor.execute("GRANT ALL ON *.* TO canary@127.0.0.1")
+    url = f"mysql://canary:SECRET@127.0.0.1:{private_mariadb.port}/test"
+
+    for hurt in hurts(url):
+        await is_kept_secret("asyncmy", url, caplog, hurt)
