@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
@@ -33,7 +32,7 @@ from postroom.store import ClaimTerms, Delivered, Settlement
 from postroom.stores import MySQLStore, PostgresStore
 from postroom.stores.sql.statement import Script, Statement
 from postroom.stores.sql.store import SQLStore
-from postroom.testing.faults import FaultProxy
+from postroom.testing.faults import Direction, FaultProxy
 from postroom.testing.servers import MariaDBServer, PostgresServer
 from postroom.testing.waiting import until
 
@@ -42,6 +41,7 @@ TIMEOUT = timedelta(seconds=1)
 #: What a call may take over its timeout: throwing away the connection, on a busy machine.
 MARGIN = 1.5
 Kind = Literal["asyncpg", "psycopg", "asyncmy"]
+Connection: TypeAlias = Any  # two libraries, one PEP
 KINDS: tuple[Kind, ...] = ("asyncpg", "psycopg", "asyncmy")
 
 
@@ -66,7 +66,7 @@ class Site:
     def store(self, *, timeout: timedelta = TIMEOUT, connections: int = 5) -> SQLStore:
         return store_of(self.kind, self.url, timeout=timeout, connections=connections)
 
-    def connect(self) -> Any:
+    def connect(self) -> Connection:
         return connect(self.kind, self.dsn)
 
     def run(self, text: str) -> list[Any]:
@@ -87,7 +87,8 @@ class Site:
         """Return what each session of the store is doing."""
         if self.kind == "asyncmy":
             text = (
-                "SELECT COALESCE(trx_state, 'idle') FROM information_schema.processlist "
+                "SELECT CASE WHEN command <> 'Sleep' THEN 'active' WHEN trx_id THEN 'in transaction' ELSE 'idle' END "
+                "FROM information_schema.processlist "
                 "LEFT JOIN information_schema.innodb_trx ON trx_mysql_thread_id = id "
                 "WHERE db = DATABASE() AND id <> CONNECTION_ID()"
             )
@@ -102,7 +103,7 @@ def store_of(kind: Kind, url: str, *, timeout: timedelta = TIMEOUT, connections:
     return PostgresStore(url, driver=kind, timeout=timeout, connections=connections)
 
 
-def connect(kind: Kind, dsn: str) -> Any:
+def connect(kind: Kind, dsn: str) -> Connection:
     if kind != "asyncmy":
         return psycopg.connect(dsn, autocommit=True)
     url = urlsplit(dsn)
@@ -142,24 +143,22 @@ async def within(limit: float) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("directions", [(), ("requests",), ("replies",)], ids=["both ways", "requests", "replies"])
-async def test_a_silent_link_ends_in_a_timeout_and_its_connection_is_not_used_again(site: Site, directions: Any) -> None:
+async def test_a_silent_link_ends_in_a_timeout_and_its_connection_is_not_used_again(
+    site: Site, directions: Any
+) -> None:
     """G2, S4-13: no driver ends a call on a black-holed link by itself."""
     async with opened(site.store()) as store:
         site.proxy.black_hole(*directions)
         async with within(TIMEOUT.total_seconds() + MARGIN):
             with pytest.raises(StoreTimeoutError, match=r"127\.0\.0\.1:\d+/\w+ did not answer within 1 s"):
                 await store.claim(10, TERMS)
+        # What was held back may reach the server late, and must find nothing to claim.
         site.proxy.heal()
+        await until(lambda: site.proxy.open == 0, "the silent connection is closed")
         site.add(None)
 
-        await until(lambda: claims(store), "the store works again")
-
+        assert len(await store.claim(10, TERMS)) == 1
         assert site.proxy.accepted == 2
-        await until(lambda: site.proxy.open == 1, "the silent connection is closed")
-
-
-async def claims(store: SQLStore) -> bool:
-    return len(await store.claim(10, TERMS)) == 1
 
 
 async def test_a_link_that_is_silent_from_the_beginning_ends_in_a_timeout(site: Site) -> None:
@@ -172,6 +171,7 @@ async def test_a_link_that_is_silent_from_the_beginning_ends_in_a_timeout(site: 
             await store.open()
 
     await store.close()
+    site.proxy.heal()
     await until(lambda: site.proxy.open == 0, "the half-made connection is closed")
 
 
@@ -206,7 +206,7 @@ async def test_a_link_that_is_cut_during_a_call_is_unavailable_at_once(site: Sit
     async with opened(site.store(timeout=timedelta(seconds=20))) as store:
         async with within(5):
             call = asyncio.create_task(store._run(ask(sleep), atomic=True))  # noqa: SLF001
-            await until(lambda: {"active", "RUNNING"} & set(site.sessions()), "the call is under way")
+            await until(lambda: "active" in site.sessions(), "the call is under way")
             site.proxy.cut()
             with pytest.raises(StoreUnavailableError):
                 await call
@@ -250,7 +250,9 @@ async def test_a_port_where_nobody_listens_is_unavailable(site: Site) -> None:
     store = site.store()
 
     async with within(TIMEOUT.total_seconds()):
-        with pytest.raises(StoreUnavailableError, match=f"127.0.0.1:{site.proxy.port}/.*check that the server runs"):
+        with pytest.raises(
+            StoreUnavailableError, match=rf"127\.0\.0\.1:{site.proxy.port}/.*check that the server runs"
+        ):
             await store.open()
 
     await site.proxy.accept()
@@ -333,7 +335,9 @@ os._exit(0)
 def test_a_forked_child_does_not_use_the_connections_of_its_parent(site: Site) -> None:
     """G11: a server that forks its workers after start must not mix up two conversations."""
     text = "SELECT CONNECTION_ID()" if site.kind == "asyncmy" else "SELECT pg_backend_pid()"
-    store = f"MySQLStore({site.dsn!r})" if site.kind == "asyncmy" else f"PostgresStore({site.dsn!r}, driver={site.kind!r})"
+    store = (
+        f"MySQLStore({site.dsn!r})" if site.kind == "asyncmy" else f"PostgresStore({site.dsn!r}, driver={site.kind!r})"
+    )
 
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORK.format(store=store, text=text)],
@@ -421,7 +425,7 @@ async def test_a_read_only_database_is_refused(kind: Kind, postgres_dsn: str) ->
     with pytest.raises(ReadOnlyStoreError):
         await store.open()
 
-    with pytest.raises(ReadOnlyStoreError, match="ReadOnlySql"):
+    with pytest.raises(ReadOnlyStoreError, match=r"(?i)readonlysql"):
         await store.claim(1, TERMS)
     await store.close()
 
@@ -466,7 +470,7 @@ async def is_kept_secret(kind: Kind, url: str, caplog: pytest.LogCaptureFixture,
     good = store_of(kind, url.replace("SECRET", quote(SECRET, safe="")))
     await good.apply_schema()
     async with opened(good):
-        assert await good.stats()
+        assert (await good.stats()).pending == 0
 
     caplog.set_level(0)
     bad = store_of(kind, hurt(url).replace("SECRET", quote(SECRET, safe="")))
@@ -481,13 +485,12 @@ async def is_kept_secret(kind: Kind, url: str, caplog: pytest.LogCaptureFixture,
     assert str(caught.value).endswith("; check the user, the password and the name of the database")
 
 
-def hurts(url: str) -> list[Callable[[str], str]]:
-    """Return ways to make a URL that the server refuses while it holds the password."""
-    return [
-        lambda url: url.replace("canary:", "nobody:"),
-        lambda url: url.replace("SECRET@", "SECRETx@"),
-        lambda url: f"{url}_that_is_not_there",
-    ]
+#: Ways to make a URL that the server refuses while it holds the password.
+HURTS: list[Callable[[str], str]] = [
+    lambda url: url.replace("canary:", "nobody:"),
+    lambda url: url.replace("SECRET@", "SECRETx@"),
+    lambda url: f"{url}_that_is_not_there",
+]
 
 
 @pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
@@ -505,7 +508,7 @@ async def test_postgresql_refuses_credentials_without_telling_the_password(
     url = f"postgresql://canary:SECRET@127.0.0.1:{private_postgres.port}/postgres"
     await until(lambda: refused(url.replace("SECRET", "wrong")), "the server has read its rules anew")
 
-    for hurt in hurts(url):
+    for hurt in HURTS:
         await is_kept_secret(kind, url, caplog, hurt)
 
 
@@ -527,5 +530,5 @@ async def test_mariadb_refuses_credentials_without_telling_the_password(
         cursor.execute("GRANT ALL ON *.* TO canary@127.0.0.1")
     url = f"mysql://canary:SECRET@127.0.0.1:{private_mariadb.port}/test"
 
-    for hurt in hurts(url):
+    for hurt in HURTS:
         await is_kept_secret("asyncmy", url, caplog, hurt)

@@ -234,6 +234,24 @@ async def test_a_damaged_row_is_dead_with_a_reason_and_stops_nothing(sqlite_path
     assert [event.message_id for event in told if isinstance(event, ev.Died)] == [damaged]
 
 
+async def test_a_damaged_row_blocks_its_own_key(sqlite_path: str) -> None:
+    """G6: what follows an unreadable message of its key is not published from the same batch."""
+    shop = await _sqlite(sqlite_path)
+    await shop.store.apply_schema()
+    await shop.store.open()
+    with closing(sqlite3.connect(sqlite_path)) as connection, connection:
+        damaged, *_ = OUTBOX.add(connection, events_of(3), topic="orders", key="k")
+        other = OUTBOX.add(connection, {"order": 9}, topic="orders", key="other")
+        connection.execute("UPDATE postroom_outbox SET headers = '[]' WHERE id = ?", (str(damaged.id),))
+    receiver = Receiver()
+    await Dispatcher(shop.store, receiver).run(until_idle=True)
+    stats = await shop.store.stats()
+    await shop.store.close()
+
+    assert receiver.received == [other.id]
+    assert (stats.dead, stats.pending, stats.delivered) == (1, 2, 1)
+
+
 async def test_a_database_that_crashes_and_comes_back_costs_nothing(private_postgres: PostgresServer) -> None:
     """S4-13, S1-34, G2: kill -9 of the server in the middle; delivery goes on by itself when it is back."""
     shop = await _postgres(private_postgres.dsn, "asyncpg")

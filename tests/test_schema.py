@@ -298,7 +298,8 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
     ("postgres", "UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'postroom_outbox_dead'::regclass"): [
         (
             "index postroom_outbox_dead is "
-            "\"btree (namespace, topic, key, seq) WHERE (status = 'dead'::text) INVALID\", should be \"btree (namespace, topic, key, seq) WHERE (status = 'dead'::text)\""
+            "\"btree (namespace, topic, key, seq) WHERE (status = 'dead'::text) INVALID\", should be "
+            "\"btree (namespace, topic, key, seq) WHERE (status = 'dead'::text)\""
         )
     ],
     (

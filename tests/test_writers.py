@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -742,7 +742,7 @@ async def test_a_duplicate_that_the_snapshot_cannot_see_is_told_on_mariadb(
     assert len(stored(databases, named(kind), outbox)) == 1
 
 
-async def test_a_producer_without_the_right_to_read_can_add_one_message(databases: Databases, outbox: Outbox) -> None:
+async def test_a_producer_without_the_right_to_read_can_add(databases: Databases, outbox: Outbox) -> None:
     """S2-17: an outbox may be a letter box."""
     role = f"r{uuid4().hex}"
     look(databases, PG, f"CREATE ROLE {role}")
@@ -751,11 +751,49 @@ async def test_a_producer_without_the_right_to_read_can_add_one_message(database
         async with named("asyncpg").opened(databases) as link:
             await link.begin()
             await link.execute(f"SET LOCAL ROLE {role}")
-            added = await outbox.add(link.handle, {"n": 1}, topic="t", dedupe_key="k")
+            added = await outbox.add(link.handle, {"n": 1}, topic="one", dedupe_key="k")
+            many = await outbox.add(link.handle, [{"n": 1}, {"n": 2}], topic="many")
             await link.commit()
     finally:
         look(databases, PG, f"DROP OWNED BY {role}")
         look(databases, PG, f"DROP ROLE {role}")
 
-    assert added.added
-    assert stored(databases, named("asyncpg"), outbox) == ["t"]
+    assert [item.added for item in (added, *many)] == [True, True, True]
+    assert stored(databases, named("asyncpg"), outbox) == ["one", "many", "many"]
+
+
+@dataclass(frozen=True)
+class Placed:
+    n: int
+
+
+@dataclass(frozen=True)
+class Paid:
+    n: int
+
+
+@pytest.mark.parametrize("events", [[Placed(1), Placed(2)], [Placed(1), Paid(2)]], ids=["alike", "mixed"])
+@pytest.mark.parametrize("name", ["asyncpg", "psycopg", "sqlite3", "pymysql"])
+async def test_many_at_once_are_stored_as_one_by_one(
+    name: str, events: list[object], databases: Databases, outbox: Outbox
+) -> None:
+    """S2-16, S2-24: PostgreSQL has a quicker statement for messages that differ in their payload only."""
+    tenant, due = uuid4(), datetime(2031, 1, 1, tzinfo=UTC)
+    columns = ("topic", "type", "key", "tenant_id", "payload", "content_type", "headers", "next_attempt_at", "status")
+    quoted = ["`key`" if column == "key" and named(name).database == MY else column for column in columns]
+
+    async with named(name).opened(databases) as link:
+        await link.begin()
+
+        async def add(event: object) -> None:
+            options: Any = {"topic": "t", "key": "k", "tenant_id": tenant, "headers": {"a": "b"}, "due_at": due}
+            await awaited(outbox.add(link.handle, event, **options))
+
+        await add(events)
+        for event in events:
+            await add(event)
+        await link.commit()
+
+    rows = list(zip(*(stored(databases, named(name), outbox, column) for column in quoted), strict=True))
+    assert len(rows) == 4
+    assert rows[:2] == rows[2:]

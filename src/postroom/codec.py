@@ -58,15 +58,19 @@ class JSONCodec:
 
     def encode(self, event: object) -> bytes:
         """Return compact UTF-8 JSON."""
+        kind: type = type(event)
         try:
-            if type(event) is not dict:  # the most common event takes the quick way
-                if _is_model(event):
-                    return cast("_Model", event).model_dump_json().encode()
-                if _is_struct(event):
-                    return cast("bytes", sys.modules["msgspec"].json.encode(event))
-            return _ENCODER.encode(cast("object", event)).encode()
+            # A plain dict, the most common event, need not be asked what it is.
+            return _ENCODER.encode(event).encode() if kind is dict else self._encode(event)
         except (TypeError, ValueError, RecursionError) as error:
             raise EncodeError(event, str(error)) from error
+
+    def _encode(self, event: object) -> bytes:
+        if _is_model(event):
+            return cast("_Model", event).model_dump_json().encode()
+        if _is_struct(event):
+            return cast("bytes", sys.modules["msgspec"].json.encode(event))
+        return _ENCODER.encode(event).encode()
 
     def decode(self, payload: bytes) -> object:
         """Return dicts, lists, strings and numbers."""

@@ -295,8 +295,7 @@ class Dispatcher:
 
     async def _dispatch(self, claims: Sequence[Claim], expires: float) -> None:
         """Publish a batch and hand over what became of it."""
-        sound = [claim for claim in claims if claim.broken is None]
-        self._custody.settle([Settlement(claim, Dead(claim.broken)) for claim in claims if claim.broken is not None])
+        sound = self._without_broken(claims)
         if time.monotonic() > expires - self._publish_timeout:
             self._custody.settle([Settlement(claim, Release()) for claim in sound])
             return
@@ -304,6 +303,18 @@ class Dispatcher:
         self._custody.settle([Settlement(claim, Release()) for claim in waiting])
         if tried:
             await self._publish(tried)
+
+    def _without_broken(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Make claims dead that cannot be read, and give back the rest of their keys, which they may hold back now."""
+        broken = [(claim, claim.broken) for claim in claims if claim.broken is not None]
+        if not broken:
+            return list(claims)
+        keys = {(claim.message.topic, claim.message.key) for claim, _ in broken if claim.message.key is not None}
+        others = [claim for claim in claims if claim.broken is None]
+        held_back = [claim for claim in others if (claim.message.topic, claim.message.key) in keys]
+        self._custody.settle([Settlement(claim, Dead(why)) for claim, why in broken])
+        self._custody.settle([Settlement(claim, Release()) for claim in held_back])
+        return [claim for claim in others if claim not in held_back]
 
     def _admitted(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Claim]]:
         """Part the claims that may be tried from those of a topic that is down, but for the one that tests it."""

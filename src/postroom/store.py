@@ -51,7 +51,7 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The message was not tried; its attempt is given back, and it is due after ``delay``."""
+    """The message was not tried; its attempt is given back, and it is due when it was, or after ``delay``."""
 
     delay: timedelta = timedelta(0)
 
@@ -90,6 +90,14 @@ class ClaimTerms:
     tenant_id: UUID | None = None
     #: Leave messages of these topics alone, because they are down.
     skip_topics: tuple[str, ...] = ()
+
+    @property
+    def suspect_after(self) -> int:
+        """After how many attempts a message whose lease ran out is claimed alone.
+
+        It may be the one that kills its worker; its neighbours must not pay with their attempts.
+        """
+        return min(3, max(self.max_attempts - 1, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 def test_the_memory_store_agrees_with_the_model(make_memory: MakeHarness) -> None:
     """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: and the programs are no idle ones."""
-    seen = check_store(make_memory, examples=100)
+    seen = check_store(make_memory, examples=200)
 
     wanted = {
         "claimed again",

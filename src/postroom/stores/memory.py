@@ -14,7 +14,6 @@ from ..errors import NotInTransactionError
 from ..message import DEFAULT_NAMESPACE, Message
 from ..outbox import Added, Addition, Outbox, Writer
 from ..store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
-from .sql.claiming import suspect_after
 
 __all__ = ["MemoryRow", "MemoryStore", "MemoryTransaction", "writer_for"]
 
@@ -131,7 +130,8 @@ class MemoryStore:
             case Dead(error):
                 row.error = error
             case Release(delay):
-                row.due, row.message = now + delay, replace(row.message, attempt=row.message.attempt - 1)
+                row.due = now + delay if delay else row.due
+                row.message = replace(row.message, attempt=row.message.attempt - 1)
 
     async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
         """Lease claims anew from now on; return those that were lost."""
@@ -201,12 +201,12 @@ def _is_ready(row: MemoryRow, terms: ClaimTerms, now: datetime) -> bool:
     """Tell whether a message may be claimed together with others."""
     if row.status == "pending":
         return _is_ours(row, terms) and row.due <= now and row.message.attempt < terms.max_attempts
-    return _is_ours(row, terms) and row.is_expired(now) and row.message.attempt < suspect_after(terms.max_attempts)
+    return _is_ours(row, terms) and row.is_expired(now) and row.message.attempt < terms.suspect_after
 
 
 def _is_suspect(row: MemoryRow, terms: ClaimTerms, now: datetime) -> bool:
     """Tell whether a message may have killed its worker often enough to be tried alone."""
-    risky = suspect_after(terms.max_attempts) <= row.message.attempt < terms.max_attempts
+    risky = terms.suspect_after <= row.message.attempt < terms.max_attempts
     return risky and row.is_expired(now) and _is_ours(row, terms)
 
 

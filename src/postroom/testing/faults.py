@@ -130,7 +130,7 @@ class FaultProxy:
     async def _pump(
         self, link: _Link, direction: Direction, source: asyncio.StreamReader, sink: asyncio.StreamWriter
     ) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while data := await source.read(_CHUNK):
                 if self.latency:
                     await asyncio.sleep(self.latency.total_seconds())
@@ -142,6 +142,8 @@ class FaultProxy:
                     link.reset()
             if sink.can_write_eof():
                 sink.write_eof()
+        except OSError:  # one end was reset, so the other is as well
+            link.reset()
 
     def _request(self, link: _Link, data: bytes) -> bytes:
         if self._countdown:

@@ -171,9 +171,13 @@ class StoreMachine(RuleBasedStateMachine):
         self, which: int, limit: int, on_dead: OnDead, tenant_id: UUID | None, skip_topics: tuple[str, ...]
     ) -> None:
         """Claim, and check every promise about what may be claimed and what must be."""
-        terms = self._terms(on_dead=on_dead, tenant_id=tenant_id, skip_topics=skip_topics)
+        self._claim(limit, which, on_dead=on_dead, tenant_id=tenant_id, skip_topics=skip_topics)
+
+    def _claim(self, limit: int, which: int, **changes: Any) -> list[Claim]:  # noqa: ANN401 -- those of ClaimTerms
+        terms = self._terms(**changes)
         claims = self.loop.run_until_complete(self.stores[which].claim(limit, terms))
         self._take(claims, limit, terms, complete=True)
+        return claims
 
     @rule(limits=st.tuples(st.integers(1, 4), st.integers(1, 4)))
     def claim_at_once(self, limits: tuple[int, int]) -> None:
@@ -222,10 +226,7 @@ class StoreMachine(RuleBasedStateMachine):
     def settle_dead(self, number: int, outcome: Outcome, which: int) -> None:
         """Settle a message that is dead, whose worker may only have been slow; if none is, one dies first."""
         if not any(row.status == "dead" for row in self.model.rows):
-            terms = self._terms()
-            claims = self.loop.run_until_complete(self.stores[which].claim(1, terms))
-            self._take(claims, 1, terms, complete=True)
-            self._settle([Settlement(claim, Dead("never")) for claim in claims], which)
+            self._settle([Settlement(claim, Dead("never")) for claim in self._claim(1, which)], which)
         dead = [self._claim_of(row) for row in self.model.rows if row.status == "dead"]
         self._settle([Settlement(claim, outcome) for claim in _pick(dead, number)], which)
 
@@ -272,12 +273,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(self.harness.advance(minutes * MINUTE))
         self.model.now += minutes
 
-    @rule(which=st.integers(0, 1))
-    def crash(self, which: int) -> None:
+    @rule(which=st.integers(0, 1), times=st.integers(1, 4))
+    def crash(self, which: int, times: int) -> None:
         """Claim everything and let the leases run out, which makes suspects and spends attempts."""
-        terms = self._terms()
-        self._take(self.loop.run_until_complete(self.stores[which].claim(100, terms)), 100, terms, complete=True)
-        self.advance(STEPS[-1])
+        for _ in range(times):
+            self._claim(100, which)
+            self.advance(STEPS[-1])
 
     @rule(which=st.integers(0, 2), max_attempts=st.sampled_from([1, 2, MAX_ATTEMPTS]))
     def sweep(self, which: int, max_attempts: int) -> None:
@@ -289,7 +290,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), older_than=st.sampled_from([0, DELAY]), limit=st.integers(1, 3))
     def purge(self, which: int, older_than: int, limit: int) -> None:
-        """Delete some of what was delivered."""
+        """Delete some of what was delivered; if nothing was, deliver something first."""
+        if not any(row.status == "delivered" for row in self.model.rows):
+            self._settle([Settlement(claim, Delivered()) for claim in self._claim(2, which)], 0)
         purged = self.loop.run_until_complete(self.stores[which].purge(older_than=older_than * MINUTE, limit=limit))
         left = {row.id for row in self.loop.run_until_complete(self.harness.rows())}
         assert purged == self.model.purge(left, older_than, limit)

@@ -169,7 +169,8 @@ class Model:
                 row.error = error
             case Release(delay):
                 row.end("pending")
-                row.attempts, row.due = row.attempts - 1, self.now + int(delay.total_seconds()) // 60
+                row.attempts = row.attempts - 1
+                row.due = self.now + int(delay.total_seconds()) // 60 if delay else row.due
 
     def extend(self, claim: Claim, lease: int) -> bool:
         """Prolong a lease; tell whether the claim was still held."""

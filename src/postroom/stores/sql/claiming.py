@@ -13,7 +13,7 @@ from ...store import ClaimTerms
 from .statement import Row, Script
 from .wording import Wording
 
-__all__ = ["RUN", "WINDOW", "Claiming", "Walk", "suspect_after"]
+__all__ = ["RUN", "WINDOW", "Claiming", "Walk"]
 
 
 #: How many due rows are looked at for one that may be claimed in order.
@@ -28,14 +28,6 @@ class Walk:
 
     topic: str = ""
     key: str = ""
-
-
-def suspect_after(max_attempts: int) -> int:
-    """Return after how many attempts a message whose lease ran out is claimed alone.
-
-    It may be the one that kills its worker; its neighbours must not pay with their attempts.
-    """
-    return min(3, max(max_attempts - 1, 1))
 
 
 class Claiming(Wording):
@@ -127,7 +119,7 @@ class Claiming(Wording):
         return {
             "namespace": namespace,
             "max_attempts": terms.max_attempts,
-            "suspect_after": suspect_after(terms.max_attempts),
+            "suspect_after": terms.suspect_after,
             "tenant_id": None if terms.tenant_id is None else self.uuid(terms.tenant_id),
             "skip_dead": terms.on_dead == "skip",
             # No topic is empty, so one of them makes a list that excludes nothing.

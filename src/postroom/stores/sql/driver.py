@@ -101,12 +101,15 @@ class NetworkDriver(ABC, Generic[C]):
         return result
 
     async def _take(self) -> C:
-        if self._idle:
-            return self._idle.pop()
+        return self._idle.pop() if self._idle else await self._connected()
+
+    async def _connected(self) -> C:
         try:
             return await self.connect()
         except Exception as error:  # noqa: BLE001 -- translated, whatever it is
-            raise self._translated(error) from self._cause(error)
+            translated = self._translated(error)
+        # Not chained: what a library keeps with an error of its login may be the password.
+        raise translated
 
     async def _work(self, connection: C, script: Script[T], *, atomic: bool) -> T:
         if not atomic:
@@ -130,7 +133,8 @@ class NetworkDriver(ABC, Generic[C]):
 
     def _translated(self, error: Exception) -> StoreError:
         kind = self.kind_of(error)
-        said = f"{self._place}: {type(error).__name__}: {self._scrubbed(str(error)).strip()}"
+        words = " ".join(self._scrubbed(str(error)).split())
+        said = f"{self._place}: {type(error).__name__}: {words}"
         return kind(f"{said}; {ADVICE[kind]}" if kind in ADVICE else said)
 
     def _scrubbed(self, text: str) -> str:
@@ -149,9 +153,9 @@ class NetworkDriver(ABC, Generic[C]):
         """Open a connection that is not of the pool, for it is never given back."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
-                return await self.connect()
-        except Exception as error:  # noqa: BLE001 -- translated, whatever it is
-            raise self._translated(error) from self._cause(error)
+                return await self._connected()
+        except TimeoutError:
+            raise StoreTimeoutError(f"{self._place} did not answer within {timeout.total_seconds():g} s") from None
 
     async def close(self) -> None:
         """Close the idle connections; those in use are closed by their users."""

@@ -106,6 +106,18 @@ class SettlingContract:
         [again] = await harness.store.claim(10, TERMS)
         assert (again.message.attempt, again.message.token) == (1, 2)
 
+    async def test_a_released_message_is_due_since_it_was(self, harness: StoreHarness) -> None:
+        """G13: the age of the oldest due message grows through an outage, however often its claim is given back."""
+        await harness.add(numbered(1))
+        for _ in range(3):
+            await harness.advance(timedelta(minutes=1))
+            [claim] = await harness.store.claim(10, TERMS)
+            await _settle(harness, claim, Release())
+
+        oldest = (await harness.store.stats()).oldest_due
+        assert oldest is not None
+        assert oldest >= timedelta(minutes=3)
+
     async def test_a_release_may_ask_for_a_delay(self, harness: StoreHarness) -> None:
         """G13: a destination that is down is left alone for a while."""
         await harness.add(numbered(1))

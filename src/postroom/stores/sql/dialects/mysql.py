@@ -148,7 +148,9 @@ class MySQL(Dialect):
         return self._update_each(
             """
             SET status = 'pending', attempts = attempts - 1, locked_by = NULL, locked_until = NULL,
-                next_attempt_at = {now} + INTERVAL changed.delay MICROSECOND, updated_at = {now}
+                next_attempt_at = CASE WHEN changed.delay > 0 THEN {now} + INTERVAL changed.delay MICROSECOND
+                                       ELSE next_attempt_at END,
+                updated_at = {now}
             """,
             [(claim, delay, "") for claim, delay in released],
         )

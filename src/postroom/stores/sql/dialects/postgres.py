@@ -27,12 +27,13 @@ def lock_number(namespace: str, topic: str, key: str) -> int:
 
 
 def _is_alike(one: Addition, other: Addition) -> bool:
-    """Tell whether two messages differ in id, type and payload only, and have nothing that may be there already."""
+    """Tell whether two messages differ in id and payload only, and have nothing that may be there already."""
     a, b = one.message, other.message
     return (
         not one.given
         and a.dedupe_key is None
         and a.topic == b.topic
+        and a.type == b.type
         and a.key == b.key
         and a.tenant_id == b.tenant_id
         and a.content_type == b.content_type
@@ -80,7 +81,6 @@ class PostgreSQL(Dialect):
             self._insert_alike,
             **self._values(additions[0]),
             ids=[message.id for message in messages],
-            types=[message.type for message in messages],
             payloads=[message.payload for message in messages],
         )
 
@@ -97,14 +97,14 @@ class PostgreSQL(Dialect):
                 COALESCE(:due_at::timestamptz, statement_timestamp() + :delay::interval))
         ON CONFLICT DO NOTHING
         """
-    # Arrays are what a batch costs: most batches differ in these columns only, and can conflict with nothing.
+    # Arrays are what a batch costs: most batches differ in these two columns only, and can conflict with nothing.
     _insert_alike: ClassVar[str] = """
         INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, payload, content_type, headers,
                               next_attempt_at)
-        SELECT id, :namespace::text, :topic::text, type, :key::text, :tenant_id::uuid, payload,
+        SELECT id, :namespace::text, :topic::text, :type::text, :key::text, :tenant_id::uuid, payload,
                :content_type::text, (:headers::text)::jsonb,
                COALESCE(:due_at::timestamptz, statement_timestamp() + :delay::interval)
-        FROM unnest(:ids::uuid[], :types::text[], :payloads::bytea[]) AS t(id, type, payload)
+        FROM unnest(:ids::uuid[], :payloads::bytea[]) AS t(id, payload)
         """
     _insert_many: ClassVar[str] = """
         INSERT INTO {outbox} (id, namespace, topic, type, {key}, tenant_id, dedupe_key, payload, content_type,
@@ -349,7 +349,9 @@ class PostgreSQL(Dialect):
         return self.sql(
             """
             UPDATE {outbox}
-            SET status = 'pending', attempts = attempts - 1, next_attempt_at = clock_timestamp() + held.delay,
+            SET status = 'pending', attempts = attempts - 1,
+                next_attempt_at = CASE WHEN held.delay > interval '0' THEN clock_timestamp() + held.delay
+                                       ELSE next_attempt_at END,
                 locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
             """
             + self.changing,

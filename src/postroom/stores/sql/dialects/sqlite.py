@@ -82,7 +82,8 @@ class SQLite(Dialect):
         return self._update_each(
             """
             UPDATE {outbox}
-            SET status = 'pending', attempts = attempts - 1, next_attempt_at = {now} + changed.delay,
+            SET status = 'pending', attempts = attempts - 1,
+                next_attempt_at = CASE WHEN changed.delay > 0 THEN {now} + changed.delay ELSE next_attempt_at END,
                 locked_by = NULL, locked_until = NULL, updated_at = {now}
             """,
             [(claim, delay, "") for claim, delay in released],

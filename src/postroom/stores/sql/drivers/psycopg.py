@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator
 from datetime import timedelta
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
@@ -22,6 +23,12 @@ except ImportError as _error:
 
 __all__ = ["PsycopgDriver"]
 
+#: What a refused login says; it carries no code.
+_REFUSALS = (
+    *("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied"),
+    "not permitted to log in",
+)
+
 
 class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
     """Async connections of psycopg."""
@@ -31,7 +38,11 @@ class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
         self._dsn = place.dsn
 
     async def connect(self) -> psycopg.AsyncConnection[TupleRow]:
-        connection = await psycopg.AsyncConnection.connect(self._dsn, autocommit=True)
+        try:
+            connection = await psycopg.AsyncConnection.connect(self._dsn, autocommit=True)
+        except BaseException as error:
+            _close_half_made(error)
+            raise
         try:
             await connection.execute(
                 "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS t(name, value)",
@@ -63,8 +74,8 @@ class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
     def kind_of(self, error: Exception) -> type[StoreError]:
         if isinstance(error, psycopg.Error) and error.sqlstate is not None:
             return postgres_error(error.sqlstate)
-        if isinstance(error, psycopg.OperationalError) and "authentication failed" in str(error):
-            return postgres_error("28P01")  # a refused connection carries no code
+        if isinstance(error, psycopg.OperationalError) and any(words in str(error) for words in _REFUSALS):
+            return postgres_error("28P01")
         return StoreUnavailableError if isinstance(error, psycopg.OperationalError | OSError) else StoreError
 
     async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
@@ -81,3 +92,12 @@ class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
             self.abort(connection)
             self.free(connection)
         raise StoreUnavailableError(f"{self._place}: the listening connection was closed")
+
+
+def _close_half_made(error: BaseException) -> None:
+    """Close the socket of a connection that did not come about; psycopg leaves it to the garbage collector."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith("psycopg."):
+            for value in frame.f_locals.values():
+                if isinstance(value, Generator):
+                    value.close()

@@ -1,0 +1,520 @@
+"""What SQL stores promise besides the contract: SQLite among processes, hints of PostgreSQL, codes and versions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from postroom.errors import (
+    ConfigurationError,
+    ReadOnlyStoreError,
+    StoreAuthenticationError,
+    StoreContentionError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+    UnknownURLError,
+    UnsupportedDatabaseError,
+)
+from postroom.message import Message
+from postroom.outbox import Outbox
+from postroom.store import ClaimTerms
+from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
+from postroom.stores.sql.dialect import Dialect, Server
+from postroom.stores.sql.dialects.mysql import MySQL, parse_version
+from postroom.stores.sql.dialects.postgres import PostgreSQL
+from postroom.stores.sql.dialects.sqlite import SQLite
+from postroom.stores.sql.drivers.sqlite import SQLiteDriver
+from postroom.stores.sql.errors import mysql_error, postgres_error, sqlite_error
+from postroom.stores.sql.names import Names
+from postroom.stores.sql.statement import Script, Statement
+from postroom.stores.sql.url import Place
+from postroom.testing.faults import FaultProxy
+from postroom.testing.waiting import until
+
+TERMS = ClaimTerms(worker=uuid4())
+
+
+def ask(text: str) -> Script[object]:
+    answer = yield Statement(text, {}, returns=True)
+    return answer.rows[0][0]
+
+
+def fill(path: Path, count: int) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        SQLiteStore.create_tables(connection)
+        Outbox().add(connection, [Message(topic="t", payload=b"{}") for _ in range(count)])
+        connection.commit()
+
+
+# -- SQLite ----------------------------------------------------------------------------------------------------------
+
+CLAIMER = """
+import asyncio, json, sys
+from uuid import uuid4
+from postroom.store import ClaimTerms, Delivered, Settlement
+from postroom.stores import SQLiteStore
+
+async def main() -> None:
+    store, terms, mine = SQLiteStore(sys.argv[1]), ClaimTerms(worker=uuid4()), []
+    await store.open()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    while claims := await store.claim(3, terms):
+        mine += [str(claim.message.id) for claim in claims]
+        assert await store.settle([Settlement(claim, Delivered()) for claim in claims]) == []
+    await store.close()
+    print(json.dumps(mine))
+
+asyncio.run(main())
+"""
+
+
+def test_processes_that_claim_from_one_sqlite_file_share_it_without_any_being_locked_out(sqlite_path: Path) -> None:
+    """S2-26, S2-32, S2-49, G4: every writer waits for its turn, and no message is claimed twice."""
+    fill(sqlite_path, 240)
+    pipe = subprocess.PIPE
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", CLAIMER, sqlite_path], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+                )
+            )
+            for _ in range(6)
+        ]
+        for process in processes:
+            assert process.stdout
+            process.stdout.readline()
+        for process in processes:
+            assert process.stdin
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        told = [process.communicate(timeout=60) for process in processes]
+
+    assert [error for _, error in told if error] == []
+    claimed = Counter(identity for answer, _ in told for identity in json.loads(answer))
+    assert len(claimed) == 240
+    assert set(claimed.values()) == {1}
+
+
+async def test_stores_of_one_process_claim_from_one_sqlite_file_at_once(sqlite_path: Path) -> None:
+    """S2-26, S2-32, G4: also from several threads, which is what each store has one of."""
+    fill(sqlite_path, 200)
+    stores = [SQLiteStore(sqlite_path) for _ in range(8)]
+
+    batches = await asyncio.gather(*(store.claim(5, TERMS) for _ in range(5) for store in stores))
+    for store in stores:
+        await store.close()
+
+    identities = [claim.message.id for batch in batches for claim in batch]
+    assert len(identities) == len(set(identities)) == 200
+
+
+async def test_a_sqlite_commit_survives_the_loss_of_power(sqlite_path: Path) -> None:
+    """G2: the log is written ahead, and flushed at every commit."""
+    fill(sqlite_path, 1)
+    driver = SQLiteDriver(sqlite_path)
+
+    journal = await driver.run(ask("PRAGMA journal_mode"), timeout=timedelta(seconds=5))
+    flushed = await driver.run(ask("PRAGMA synchronous"), timeout=timedelta(seconds=5))
+    await driver.close()
+
+    assert (journal, flushed) == ("wal", 2)
+
+
+async def test_a_sqlite_file_that_stays_locked_is_contention_within_the_timeout(sqlite_path: Path) -> None:
+    """G11, S4-13: a writer that never ends keeps nobody waiting for ever."""
+    fill(sqlite_path, 1)
+    store = SQLiteStore(sqlite_path, timeout=timedelta(seconds=1))
+    await store.open()
+    with closing(sqlite3.connect(sqlite_path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        async with asyncio.timeout(2):
+            with pytest.raises(StoreContentionError, match="database is locked"):
+                await store.claim(1, TERMS)
+        other.execute("ROLLBACK")
+
+    assert len(await store.claim(1, TERMS)) == 1
+    await store.close()
+
+
+SLOW = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {}) SELECT count(*) FROM n"
+
+
+async def test_a_slow_sqlite_statement_is_interrupted_by_its_own_timeout_alone(sqlite_path: Path) -> None:
+    """G11: one that waits behind it and gives up does not take it along."""
+    fill(sqlite_path, 1)
+    driver = SQLiteDriver(sqlite_path)
+    brief, long = timedelta(milliseconds=50), timedelta(seconds=30)
+
+    slow = asyncio.create_task(driver.run(ask(SLOW.format(3_000_000)), timeout=long))
+    await asyncio.sleep(0)
+    with pytest.raises(StoreTimeoutError):
+        await driver.run(ask("SELECT 1"), timeout=brief)
+    assert not slow.done()
+    assert await slow == 3_000_000
+
+    with pytest.raises(StoreTimeoutError, match="did not answer within 0.05 s"):
+        await driver.run(ask(SLOW.format(10**12)), timeout=brief)
+    assert await driver.run(ask("SELECT 1"), timeout=long) == 1
+    await driver.close()
+
+
+async def test_a_cancelled_sqlite_call_happens_whole_or_not_at_all(sqlite_path: Path) -> None:
+    """G4, G11: the store can be used on, and every message is still claimed once."""
+    fill(sqlite_path, 100)
+    store = SQLiteStore(sqlite_path)
+    await store.open()
+    for number in range(50):
+        call = asyncio.create_task(store.claim(1, TERMS))
+        await asyncio.sleep(0.0002 * (number % 5))
+        call.cancel()
+        await asyncio.wait({call})
+    rest = await store.claim(100, TERMS)
+    await store.close()
+
+    with closing(sqlite3.connect(sqlite_path)) as connection:
+        rows = connection.execute("SELECT status, attempts FROM postroom_outbox").fetchall()
+    assert set(rows) == {("processing", 1)}
+    assert 50 <= len(rest) <= 100
+
+
+FORK = """
+import asyncio, os, sys
+from uuid import uuid4
+from postroom.store import ClaimTerms
+from postroom.stores import SQLiteStore
+
+store, terms = SQLiteStore(sys.argv[1]), ClaimTerms(worker=uuid4())
+
+def claim():
+    return len(asyncio.new_event_loop().run_until_complete(store.claim(1, terms)))
+
+counts = [claim()]
+child = os.fork()
+if child == 0:
+    os._exit(10 + claim())
+counts.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 10)
+counts.append(claim())
+print(counts, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_child_opens_the_sqlite_file_itself(sqlite_path: Path) -> None:
+    """G11: SQLite must not be carried over a fork, and its thread is not."""
+    fill(sqlite_path, 5)
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK, sqlite_path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.stdout.strip() == "[1, 1, 1]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "words"),
+    [
+        (lambda path: path.write_bytes(b"no database at all" * 100), StoreUnavailableError, "not a database"),
+        (lambda path: path.mkdir(), StoreUnavailableError, "unable to open database file"),
+    ],
+)
+async def test_a_damaged_sqlite_file_is_told_as_such(sqlite_path: Path, damage: object, kind: type, words: str) -> None:
+    """S4-13: with its path, and as an error of ours."""
+    assert callable(damage)
+    damage(sqlite_path)
+    store = SQLiteStore(sqlite_path)
+
+    with pytest.raises(kind, match=words) as caught:
+        await store.open()
+
+    await store.close()
+    assert str(sqlite_path) in str(caught.value)
+
+
+async def test_a_sqlite_store_says_that_its_folder_is_missing(tmp_path: Path) -> None:
+    """S4-13: it makes the file, and not the folder."""
+    store = SQLiteStore(tmp_path / "no" / "such.sqlite3")
+
+    with pytest.raises(StoreUnavailableError, match="is not a directory; create it first"):
+        await store.open()
+
+    await store.close()
+
+
+# -- hints of PostgreSQL -----------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def hinting(dsn: str, driver: Literal["asyncpg", "psycopg"]) -> AsyncIterator[tuple[PostgresStore, list[str]]]:
+    """Yield an open store, and a list that grows with every notification the server sends."""
+    store = PostgresStore(dsn, driver=driver)
+    await store.apply_schema()
+    await store.open()
+    heard: list[str] = []
+    listener = await asyncpg.connect(dsn)
+    channel = store.schema.dialect.channel(store.namespace)
+    await listener.add_listener(channel, lambda *_: heard.append("hint"))
+    try:
+        yield store, heard
+    finally:
+        await listener.close()
+        await store.close()
+
+
+@pytest.fixture(params=["asyncpg", "psycopg"])
+def driver(request: pytest.FixtureRequest) -> Literal["asyncpg", "psycopg"]:
+    name: Literal["asyncpg", "psycopg"] = request.param
+    return name
+
+
+async def test_a_hundred_hints_at_once_are_one_notification(
+    postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]
+) -> None:
+    """G11: NOTIFY takes a lock that all commits share, so hints are gathered."""
+    async with hinting(postgres_dsn, driver) as (store, heard):
+        for _ in range(100):
+            store.notify()
+        await until(lambda: bool(heard), "the hint arrives")
+        # Another one comes after all that were sent before it.
+        store.notify()
+        await until(lambda: len(heard) >= 2, "the next hint arrives")
+
+        assert len(heard) == 2
+
+
+async def test_hints_may_come_from_other_threads(postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]) -> None:
+    """S4-12: a sync producer commits on a thread of its own."""
+    async with hinting(postgres_dsn, driver) as (store, heard):
+        threads = [threading.Thread(target=store.notify) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+
+        await until(lambda: bool(heard), "the hint arrives")
+
+        assert len(heard) <= 20
+
+
+async def test_a_hint_before_open_is_an_error_and_after_close_is_dropped(postgres_dsn: str) -> None:
+    """G11: nothing connects again behind the back of a store that was closed."""
+    store = PostgresStore(postgres_dsn)
+    with pytest.raises(ConfigurationError, match=r"call `await store\.open\(\)` before notify"):
+        store.notify()
+    await store.apply_schema()
+    await store.open()
+    store.notify()
+    await asyncio.sleep(0)
+
+    await store.close()
+    store.notify()
+    await asyncio.sleep(0.05)
+
+    connection = await asyncpg.connect(postgres_dsn)
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+
+    async def is_alone() -> bool:
+        return bool(await connection.fetchval(sessions) == 0)
+
+    await until(is_alone, "all sessions end")
+    await connection.close()
+
+
+async def test_listening_wakes_at_every_hint_and_ends_with_an_error_when_it_is_cut(
+    postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]
+) -> None:
+    """S4-13: whoever listens learns that it is over, and may begin again."""
+    url = urlsplit(postgres_dsn)
+    async with FaultProxy("127.0.0.1", url.port or 0) as proxy:
+        through = url._replace(netloc=f"{url.username}@127.0.0.1:{proxy.port}").geturl()
+        store = PostgresStore(through, driver=driver)
+        await store.apply_schema()
+        await store.open()
+        woken: list[int] = []
+        for turn in range(2):
+            listening = asyncio.create_task(store.listen(lambda turn=turn: woken.append(turn)))
+            await until(lambda turn=turn: turn in woken, "it wakes once at the beginning, for what came before")
+            store.notify()
+            await until(lambda turn=turn: woken.count(turn) >= 2, "it wakes at a hint")
+
+            proxy.cut()
+
+            with pytest.raises(StoreUnavailableError):
+                await listening
+        await store.close()
+
+
+async def test_listening_can_be_cancelled_and_leaves_no_session(
+    postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]
+) -> None:
+    """G11: the connection that listens is closed with it."""
+    url = urlsplit(postgres_dsn)
+    async with FaultProxy("127.0.0.1", url.port or 0) as proxy:
+        store = PostgresStore(url._replace(netloc=f"{url.username}@127.0.0.1:{proxy.port}").geturl(), driver=driver)
+        woken = asyncio.Event()
+        listening = asyncio.create_task(store.listen(woken.set))
+        await woken.wait()
+
+        listening.cancel()
+        await asyncio.wait({listening})
+
+        assert listening.cancelled()
+        await until(lambda: proxy.open == 0, "the listening connection is closed")
+
+
+async def test_listening_on_a_silent_link_ends_in_a_timeout(
+    postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]
+) -> None:
+    """S4-13: it has the store's deadline to begin with."""
+    url = urlsplit(postgres_dsn)
+    async with FaultProxy("127.0.0.1", url.port or 0) as proxy:
+        proxy.black_hole()
+        through = url._replace(netloc=f"{url.username}@127.0.0.1:{proxy.port}").geturl()
+        store = PostgresStore(through, driver=driver, timeout=timedelta(milliseconds=300))
+
+        async with asyncio.timeout(2):
+            with pytest.raises(StoreTimeoutError, match="did not answer within 0.3 s"):
+                await store.listen(lambda: None)
+
+
+# -- codes, versions, addresses ------------------------------------------------------------------------------------------
+
+AUTHENTICATION, CONTENTION, READ_ONLY = StoreAuthenticationError, StoreContentionError, ReadOnlyStoreError
+TIMEOUT, UNAVAILABLE = StoreTimeoutError, StoreUnavailableError
+
+
+@pytest.mark.parametrize(
+    ("codes", "error"),
+    [
+        (["40001", "40P01", "55P03"], CONTENTION),
+        (["25006"], READ_ONLY),
+        (["28P01", "28000", "3D000"], AUTHENTICATION),
+        (["57014"], TIMEOUT),
+        (["08000", "08006", "53100", "53300", "57P01", "57P02", "57P03"], UNAVAILABLE),
+        (["42P01", "23505", "", None, "99999"], StoreError),
+    ],
+)
+def test_every_state_of_postgresql_means_one_error(codes: list[str | None], error: type[StoreError]) -> None:
+    """S1-19, S4-13: by code, since words are translated."""
+    assert {code: postgres_error(code) for code in codes} == dict.fromkeys(codes, error)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error"),
+    [
+        ([1020, 1205, 1213], CONTENTION),
+        ([1044, 1045, 1049, 1698], AUTHENTICATION),
+        ([1290, 1792, 1836], READ_ONLY),
+        ([1969, 3024], TIMEOUT),
+        ([1021, 1040, 1053, 1114, 1203, 1927, 2000, 2003, 2006, 2013, 2999, 0], UNAVAILABLE),
+        ([1062, 1146, 1999, 3000], StoreError),
+    ],
+)
+def test_every_number_of_mysql_means_one_error(numbers: list[int], error: type[StoreError]) -> None:
+    """S1-19, S4-13: those of the server, and from 2000 to 2999 those of its client."""
+    assert {number: mysql_error(number) for number in numbers} == dict.fromkeys(numbers, error)
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (["SQLITE_BUSY", "SQLITE_BUSY_SNAPSHOT", "SQLITE_LOCKED", "SQLITE_LOCKED_SHAREDCACHE"], CONTENTION),
+        (["SQLITE_READONLY", "SQLITE_READONLY_DBMOVED"], READ_ONLY),
+        (["SQLITE_INTERRUPT"], TIMEOUT),
+        (["SQLITE_CANTOPEN", "SQLITE_NOTADB", "SQLITE_IOERR", "SQLITE_IOERR_READ", "SQLITE_FULL"], UNAVAILABLE),
+        (["SQLITE_ERROR", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CORRUPT"], StoreError),
+    ],
+)
+def test_every_code_of_sqlite_means_one_error(names: list[str], error: type[StoreError]) -> None:
+    """S1-19, S4-13: also in its extended forms."""
+    assert {name: sqlite_error(name) for name in names} == dict.fromkeys(names, error)
+
+
+POSTGRES, MYSQL, SQLITE = PostgreSQL(Names()), MySQL(Names()), SQLite(Names())
+
+
+@pytest.mark.parametrize(
+    ("dialect", "server", "is_supported"),
+    [
+        (POSTGRES, Server("PostgreSQL", (12,)), False),
+        (POSTGRES, Server("PostgreSQL", (13,)), True),
+        (POSTGRES, Server("PostgreSQL", (18,)), True),
+        (MYSQL, parse_version("5.7.44-log"), False),
+        (MYSQL, parse_version("8.0.0-dmr"), False),
+        (MYSQL, parse_version("8.0.1"), True),
+        (MYSQL, parse_version("8.4.3"), True),
+        (MYSQL, parse_version("10.5.22-MariaDB-1:10.5.22+maria~deb11"), False),
+        (MYSQL, parse_version("10.6.0-MariaDB"), True),
+        (MYSQL, parse_version("5.5.5-10.11.6-MariaDB-0+deb12u1"), True),
+        (MYSQL, parse_version("5.5.5-10.3.39-MariaDB"), False),
+        (MYSQL, parse_version("11.8.2-MariaDB-log"), True),
+        (MYSQL, parse_version("what is this"), False),
+        (SQLITE, Server("SQLite", (3, 34, 1)), False),
+        (SQLITE, Server("SQLite", (3, 35, 0)), True),
+    ],
+)
+def test_a_server_is_supported_from_the_version_that_has_what_claims_need(
+    dialect: Dialect, server: Server, *, is_supported: bool
+) -> None:
+    """S2-26: SKIP LOCKED, or RETURNING where there is one writer."""
+    assert dialect.is_supported(server) is is_supported
+
+
+def test_an_old_server_is_told_with_what_would_do() -> None:
+    """S2-26: the error names both versions."""
+    error = UnsupportedDatabaseError("MariaDB 10.5.22", MYSQL.needed)
+
+    assert str(error) == (
+        "MariaDB 10.5.22 has no SKIP LOCKED that claims need; use MySQL 8.0.1 or MariaDB 10.6 or later"
+    )
+
+
+def test_a_place_never_shows_its_password() -> None:
+    """G11: neither as text nor as a representation, however it was given."""
+    place = Place.parse("postgresql+psycopg://a%40b:p%2Fw@db:5433/shop?password=other%20one", schemes=("postgresql",))
+
+    assert str(place) == "postgresql://a@b@db:5433/shop"
+    assert (place.user, place.password, place.host, place.port, place.database) == ("a@b", "p/w", "db", 5433, "shop")
+    assert {"p/w", "p%2Fw", "other one", "other%20one", "other+one"} <= set(place.secrets)
+    for secret in place.secrets:
+        assert secret not in repr(place)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "shop", "redis://u:canary@h/0", "postgres//u:canary@h", "mysql://u:canary@h:port/x"]
+)
+def test_an_address_that_is_not_understood_is_refused_without_repeating_it(url: str) -> None:
+    """G11: any part of it may be the password."""
+    for store in (PostgresStore, MySQLStore):
+        if not url.startswith("mysql") or store is MySQLStore:
+            with pytest.raises(UnknownURLError, match="nothing is known for") as caught:
+                store(url)
+            assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["", ":memory:"])
+def test_a_sqlite_store_needs_a_file(path: str) -> None:
+    """S2-03: a dispatcher of another process must find the messages."""
+    with pytest.raises(ConfigurationError, match="a SQLite store needs a file"):
+        SQLiteStore(path)
