@@ -144,7 +144,7 @@ async def within(limit: float) -> AsyncIterator[None]:
 
 @pytest.mark.parametrize("directions", [(), ("requests",), ("replies",)], ids=["both ways", "requests", "replies"])
 async def test_a_silent_link_ends_in_a_timeout_and_its_connection_is_not_used_again(
-    site: Site, directions: Any
+    site: Site, directions: tuple[Direction, ...]
 ) -> None:
     """G2, S4-13: no driver ends a call on a black-holed link by itself."""
     async with opened(site.store()) as store:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -170,7 +171,7 @@ async def test_a_slow_sqlite_statement_is_interrupted_by_its_own_timeout_alone(s
     assert not slow.done()
     assert await slow == 3_000_000
 
-    with pytest.raises(StoreTimeoutError, match="did not answer within 0.05 s"):
+    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.05 s"):
         await driver.run(ask(SLOW.format(10**12)), timeout=brief)
     assert await driver.run(ask("SELECT 1"), timeout=long) == 1
     await driver.close()
@@ -351,18 +352,23 @@ async def test_listening_wakes_at_every_hint_and_ends_with_an_error_when_it_is_c
         store = PostgresStore(through, driver=driver)
         await store.apply_schema()
         await store.open()
-        woken: list[int] = []
-        for turn in range(2):
-            listening = asyncio.create_task(store.listen(lambda turn=turn: woken.append(turn)))
-            await until(lambda turn=turn: turn in woken, "it wakes once at the beginning, for what came before")
-            store.notify()
-            await until(lambda turn=turn: woken.count(turn) >= 2, "it wakes at a hint")
+        for _ in range(2):
+            woken: list[str] = []
+            listening = asyncio.create_task(store.listen(partial(woken.append, "hint")))
+            await until(partial(bool, woken), "it wakes at the beginning, for what came before")
 
+            # A hint on a connection that was cut is lost, so it is given until it arrives.
+            await until(partial(_hinted, store, woken), "it wakes at a hint", every=timedelta(milliseconds=50))
             proxy.cut()
 
             with pytest.raises(StoreUnavailableError):
                 await listening
         await store.close()
+
+
+def _hinted(store: PostgresStore, woken: list[str]) -> bool:
+    store.notify()
+    return len(woken) >= 2
 
 
 async def test_listening_can_be_cancelled_and_leaves_no_session(
@@ -394,11 +400,11 @@ async def test_listening_on_a_silent_link_ends_in_a_timeout(
         store = PostgresStore(through, driver=driver, timeout=timedelta(milliseconds=300))
 
         async with asyncio.timeout(2):
-            with pytest.raises(StoreTimeoutError, match="did not answer within 0.3 s"):
+            with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
                 await store.listen(lambda: None)
 
 
-# -- codes, versions, addresses ------------------------------------------------------------------------------------------
+# -- codes, versions, addresses --------------------------------------------------------------------------------------
 
 AUTHENTICATION, CONTENTION, READ_ONLY = StoreAuthenticationError, StoreContentionError, ReadOnlyStoreError
 TIMEOUT, UNAVAILABLE = StoreTimeoutError, StoreUnavailableError
@@ -483,11 +489,10 @@ def test_a_server_is_supported_from_the_version_that_has_what_claims_need(
 
 def test_an_old_server_is_told_with_what_would_do() -> None:
     """S2-26: the error names both versions."""
-    error = UnsupportedDatabaseError("MariaDB 10.5.22", MYSQL.needed)
+    text = str(UnsupportedDatabaseError("MariaDB 10.5.22", MYSQL.needed))
 
-    assert str(error) == (
-        "MariaDB 10.5.22 has no SKIP LOCKED that claims need; use MySQL 8.0.1 or MariaDB 10.6 or later"
-    )
+    assert "MariaDB 10.5.22" in text
+    assert text.endswith("use MySQL 8.0.1 or MariaDB 10.6 or later")
 
 
 def test_a_place_never_shows_its_password() -> None:

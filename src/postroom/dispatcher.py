@@ -22,6 +22,7 @@ from .message import Message
 from .patience import persist
 from .retry import Backoff, Breaker, Delay
 from .store import Claim, ClaimTerms, Dead, OnDead, Outcome, Release, Retry, Settlement, Store
+from .upkeep import purge_forever, sweep_forever
 from .verdict import Verdict, judge
 
 __all__ = ["Dispatcher"]
@@ -33,7 +34,6 @@ SHORTEST_IDLE = 0.01
 MAX_BREAKERS = 1000
 #: How many seconds a stop waits for the store to take the last settlements.
 FAREWELL = 10.0
-PURGE_CHUNK = 1000
 
 
 class Dispatcher:
@@ -119,8 +119,8 @@ class Dispatcher:
         self._backoff: Delay = backoff or Backoff()
         self._outage_backoff: Delay = outage_backoff or Backoff(max=30 * SECOND)
         self._grace = shutdown_grace.total_seconds()
-        self._sweep_interval = sweep_interval.total_seconds()
-        self._cleanup_interval = cleanup_interval.total_seconds()
+        self._sweep_interval = sweep_interval
+        self._cleanup_interval = cleanup_interval
         self._terms = ClaimTerms(
             worker=self.worker, lease=lease, max_attempts=max_attempts, on_dead=on_dead, tenant_id=tenant_id
         )
@@ -169,8 +169,9 @@ class Dispatcher:
                     for service in (
                         self._custody.settle_forever(),
                         self._custody.renew_forever(),
-                        self._upkeep_forever(),
-                        self._listen_forever(),
+                        sweep_forever(self._store, self._terms, self._tell, every=self._sweep_interval),
+                        purge_forever(self._store, self._tell, every=self._cleanup_interval),
+                        persist("listen", lambda: self._store.listen(self.wake), self._tell, deadline=None),
                     )
                 ]
                 try:
@@ -391,30 +392,3 @@ class Dispatcher:
             breaker = self._topics[topic] = Breaker(self._outage_backoff)
         if breaker.fail(time.monotonic()):
             self._tell(events.BreakerOpened(topic, error))
-
-    # -- upkeep ------------------------------------------------------------------------------------------------
-
-    async def _upkeep_forever(self) -> None:
-        cleanup = time.monotonic() + self._cleanup_interval * random.random()
-        while True:
-            await asyncio.sleep(self._sweep_interval * random.uniform(0.75, 1.0))
-            dead = await persist("sweep", lambda: self._store.sweep(self._terms), self._tell)
-            if dead:
-                self._tell(events.Swept(dead))
-            if time.monotonic() >= cleanup:
-                await self._clean_up()
-                cleanup = time.monotonic() + self._cleanup_interval * random.uniform(0.75, 1.0)
-
-    async def _clean_up(self) -> None:
-        total, keep = 0, self._store.keep_delivered
-        while True:
-            count = await persist("purge", lambda: self._store.purge(older_than=keep, limit=PURGE_CHUNK), self._tell)
-            total += count or 0
-            if not count or count < PURGE_CHUNK:
-                break
-            await asyncio.sleep(0.01)  # leaves the database to the claims between two chunks
-        if total:
-            self._tell(events.Purged(total))
-
-    async def _listen_forever(self) -> None:
-        await persist("listen", lambda: self._store.listen(self.wake), self._tell, deadline=None)

@@ -199,5 +199,6 @@ class MySQL(Dialect):
 def parse_version(text: str, *, read_only: bool = False) -> Server:
     """Return what ``VERSION()`` tells: ``10.11.6-MariaDB-0+deb12u1``, ``8.0.36``."""
     product = "MariaDB" if "mariadb" in text.lower() else "MySQL"
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    # Proxies put 5.5.5- before MariaDB's version, for clients that know of no later one.
+    match = re.match(r"(?:5\.5\.5-)?(\d+)\.(\d+)\.(\d+)", text)
     return Server(product, tuple(int(part) for part in match.groups()) if match else (), read_only=read_only)

@@ -1,0 +1,44 @@
+"""What keeps an outbox table in order while messages go through it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from datetime import timedelta
+from functools import partial
+
+from . import events
+from .patience import persist
+from .store import ClaimTerms, Store
+
+__all__ = ["purge_forever", "sweep_forever"]
+
+CHUNK = 1000
+
+
+async def sweep_forever(store: Store, terms: ClaimTerms, tell: events.Listener, *, every: timedelta) -> None:
+    """Make messages dead that have no attempt left: those that crashed on their last one would wait for ever."""
+    while True:
+        await _rest(every)
+        dead = await persist("sweep", partial(store.sweep, terms), tell)
+        if dead:
+            tell(events.Swept(dead))
+
+
+async def purge_forever(store: Store, tell: events.Listener, *, every: timedelta) -> None:
+    """Delete delivered messages past their retention, in chunks that leave the database to the claims in between."""
+    purge = partial(store.purge, older_than=store.keep_delivered, limit=CHUNK)
+    while True:
+        await _rest(every)
+        total, count = 0, CHUNK
+        while count == CHUNK:
+            count = await persist("purge", purge, tell) or 0
+            total += count
+            await asyncio.sleep(0.01)
+        if total:
+            tell(events.Purged(total))
+
+
+async def _rest(length: timedelta) -> None:
+    # Dispatchers that started together should not come together every time.
+    await asyncio.sleep(length.total_seconds() * random.uniform(0.75, 1.0))
