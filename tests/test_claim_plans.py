@@ -146,14 +146,15 @@ async def test_a_claim_reads_no_more_when_the_backlog_is_fifty_times_as_long(pos
     assert large <= 3 * small + 100, (large, small)
 
 
-async def test_claims_of_one_connection_stay_cheap_when_a_burst_fills_the_empty_table(postgres_dsn: str) -> None:
-    """S2-09: a plan that was kept from the time when the table was empty would read all of it."""
+async def test_claims_of_one_connection_stay_cheap_when_a_burst_fills_a_small_table(postgres_dsn: str) -> None:
+    """S2-09: a plan that was kept from the time when the table was small would read all of it."""
     store = PostgresStore(postgres_dsn, connections=1)
     await store.apply_schema()
     await store.open()
     connection: Connection = await asyncpg.connect(postgres_dsn)
     try:
         await connection.execute("ALTER TABLE postroom_outbox SET (autovacuum_enabled = false)")
+        await fill(connection, due=0, backed_off=30, delivered=30)
         await connection.execute("ANALYZE postroom_outbox")
         for _ in range(12):
             assert await store.claim(LIMIT, TERMS) == []
@@ -263,7 +264,8 @@ async def test_mariadb_reads_by_the_right_index_and_no_more_than_it_takes(mariad
         for status, minutes in (("pending", -60), ("pending", 60), ("delivered", 0)):
             cursor.execute(MARIADB_FILL, (status, minutes, status))
         connection.commit()
-        for _ in range(2):
+        for statistics in ("SELECT 1", "ANALYZE TABLE postroom_outbox"):
+            cursor.execute(statistics)
             for name, (statement, indexes) in stepwise_statements(MySQL(Names())).items():
                 text, values = statement.bind("format", arrays=False)
                 cursor.execute(f"EXPLAIN {text}", values)
@@ -278,7 +280,6 @@ async def test_mariadb_reads_by_the_right_index_and_no_more_than_it_takes(mariad
                 assert {row[5] for row in plan} == wanted, (name, plan)
                 assert not any("filesort" in row[9] for row in plan), (name, plan)
                 assert read <= 2 * LIMIT, (name, read, plan)
-            cursor.execute("ANALYZE TABLE postroom_outbox")
 
 
 # -- progress ------------------------------------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def psycopg_async(**options: Any) -> Opener:  # noqa: ANN401
 
 
 def bytes_rows(connection: Any) -> None:  # noqa: ANN401
-    connection.row_factory = sqlite3.Row
+    connection.row_factory = lambda cursor, row: dict(zip([c[0] for c in cursor.description], row, strict=True))
     connection.text_factory = bytes
 
 

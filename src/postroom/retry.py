@@ -40,7 +40,7 @@ class Backoff:
         """Return the wait after ``attempts`` deliveries have failed."""
         # Doubling is stopped where it must have passed max, so that no number of attempts overflows.
         doublings = min(max(attempts - 1, 0), (self.max // self.base).bit_length())
-        delay = min(self.base * 2**doublings, self.max)
+        delay = min(self.base * (1 << doublings), self.max)
         return delay if self.jitter == "none" else delay * random.uniform(0.5, 1.0)
 
 

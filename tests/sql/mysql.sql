@@ -181,7 +181,9 @@ locked_by = NULL, locked_until = NULL, updated_at = UTC_TIMESTAMP(6);
 UPDATE `postroom_outbox` JOIN (SELECT :id_a AS id, :delay_a AS delay, :error_a AS error) AS changed
   ON `postroom_outbox`.id = changed.id
 SET status = 'pending', attempts = attempts - 1, locked_by = NULL, locked_until = NULL,
-next_attempt_at = UTC_TIMESTAMP(6) + INTERVAL changed.delay MICROSECOND, updated_at = UTC_TIMESTAMP(6);
+next_attempt_at = CASE WHEN changed.delay > 0 THEN UTC_TIMESTAMP(6) + INTERVAL changed.delay MICROSECOND
+ELSE next_attempt_at END,
+updated_at = UTC_TIMESTAMP(6);
 
 -- settle, deleting what was delivered
 DELETE FROM `postroom_outbox` WHERE id IN :ids;

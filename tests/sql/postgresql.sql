@@ -104,13 +104,11 @@ WITH expired AS MATERIALIZED (
       AND NOT topic = ANY (:skip_topics::text[])
     ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
 ), due AS MATERIALIZED (
-    SELECT id FROM (
-        SELECT id FROM "postroom_outbox"
-        WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending' AND next_attempt_at <= now()
-          AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-          AND NOT topic = ANY (:skip_topics::text[])
-        ORDER BY next_attempt_at, seq LIMIT :limit FOR UPDATE SKIP LOCKED) AS first
-    LIMIT :limit - (SELECT count(*) FROM expired)
+    SELECT id FROM "postroom_outbox"
+    WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending' AND next_attempt_at <= now()
+      AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+      AND NOT topic = ANY (:skip_topics::text[])
+    ORDER BY next_attempt_at, seq LIMIT :limit - (SELECT count(*) FROM expired) FOR UPDATE SKIP LOCKED
 ), chosen AS (
     SELECT id FROM expired UNION ALL SELECT id FROM due
 )
@@ -322,9 +320,9 @@ attempts, token, seq;
 UPDATE "postroom_outbox"
 SET status = 'delivered', delivered_at = clock_timestamp(), updated_at = clock_timestamp(),
 locked_by = NULL, locked_until = NULL, last_error = NULL
-FROM unnest(:ids::uuid[], :tokens::bigint[]) AS held(id, token)
-WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token
-AND status IN ('processing', 'dead');
+WHERE id = ANY (:ids::uuid[])
+AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[])))
+AND status NOT IN ('pending', 'delivered');
 
 -- settle, keeping what was delivered
 SELECT id, token, status FROM "postroom_outbox" WHERE id = ANY (:ids::uuid[]);
@@ -335,7 +333,7 @@ SET status = 'pending', next_attempt_at = clock_timestamp() + held.delay, last_e
 locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
 FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])
 AS held(id, token, delay, error)
-WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status = 'processing';
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status NOT IN ('pending', 'delivered', 'dead');
 
 -- settle, keeping what was delivered
 UPDATE "postroom_outbox"
@@ -343,27 +341,29 @@ SET status = 'dead', last_error = held.error,
 locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
 FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])
 AS held(id, token, delay, error)
-WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status = 'processing';
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status NOT IN ('pending', 'delivered', 'dead');
 
 -- settle, keeping what was delivered
 UPDATE "postroom_outbox"
-SET status = 'pending', attempts = attempts - 1, next_attempt_at = clock_timestamp() + held.delay,
+SET status = 'pending', attempts = attempts - 1,
+next_attempt_at = CASE WHEN held.delay > interval '0' THEN clock_timestamp() + held.delay
+ELSE next_attempt_at END,
 locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
 FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])
 AS held(id, token, delay, error)
-WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status = 'processing';
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status NOT IN ('pending', 'delivered', 'dead');
 
 -- settle, deleting what was delivered
 DELETE FROM "postroom_outbox"
-USING unnest(:ids::uuid[], :tokens::bigint[]) AS held(id, token)
-WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token
-AND status IN ('processing', 'dead');
+WHERE id = ANY (:ids::uuid[])
+AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[])))
+AND status NOT IN ('pending', 'delivered');
 
 -- extend leases
 UPDATE "postroom_outbox" SET locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
-FROM unnest(:ids::uuid[], :tokens::bigint[]) AS held(id, token)
-WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token
-AND status = 'processing';
+WHERE id = ANY (:ids::uuid[])
+AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[])))
+AND status NOT IN ('pending', 'delivered', 'dead');
 
 -- sweep
 UPDATE "postroom_outbox"

@@ -209,7 +209,7 @@ WHERE id = changed.changed_id;
 -- settle, keeping what was delivered
 UPDATE "postroom_outbox"
 SET status = 'pending', attempts = attempts - 1,
-  next_attempt_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + changed.delay,
+next_attempt_at = CASE WHEN changed.delay > 0 THEN CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + changed.delay ELSE next_attempt_at END,
 locked_by = NULL, locked_until = NULL, updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
 FROM (
     SELECT json_extract(value, '$[0]') AS changed_id, json_extract(value, '$[1]') AS delay,

@@ -84,5 +84,5 @@ def app() -> None:
     """  # noqa: D301 -- \b keeps click from joining the lines
 
 
-for command in (schema, dispatch, status, demo):
-    app.add_command(command)
+for _command in (schema, dispatch, status, demo):
+    app.add_command(_command)

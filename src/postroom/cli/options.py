@@ -81,7 +81,9 @@ def option(name: str, /, **settings: Any) -> Callable[[F], F]:  # noqa: ANN401 -
     return click.option(name, **settings)
 
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
+def as_json(command: F) -> F:
+    """Give a command the option ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")(command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

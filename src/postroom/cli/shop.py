@@ -99,9 +99,9 @@ class Shop:
 
     def __init__(self, folder: Path, *, seconds: float, broker: MemoryBroker | None = None) -> None:
         self.seconds = seconds
-        self.broker = broker or StumblingBroker(keep=1_000_000)
-        self.counter = Counter()
-        self.outage = timedelta(0)
+        self.broker: MemoryBroker = broker or StumblingBroker(keep=1_000_000)
+        self.counter: Counter = Counter()
+        self.outage: timedelta = timedelta(0)
         #: The ids of messages whose transactions were rolled back, as the desks saw it.
         self.rolled_back: list[UUID] = []
         self.placed: int = 0

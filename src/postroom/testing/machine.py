@@ -112,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self, make: Callable[[], Awaitable[StoreHarness]], seen: Counter[str]) -> None:
         super().__init__()
         self.seen = seen
-        self.model = Model()
+        self.model: Model = Model()
         self.stores: list[Store] = []
         #: Every claim that ever was. Programs point at them by number: what is drawn must not depend on what a store
         #: did, since claims at the same time may share the messages in more than one way.
@@ -120,8 +120,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.last: list[Settlement] = []
         self.tokens: dict[UUID, int] = {}
         # A loop of its own, so that no connection is shared between two programs.
-        self.loop = asyncio.new_event_loop()
-        self.harness = self.loop.run_until_complete(self._open(make))
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
+        self.harness: StoreHarness = self.loop.run_until_complete(self._open(make))
 
     async def _open(self, make: Callable[[], Awaitable[StoreHarness]]) -> StoreHarness:
         harness = await make()

@@ -53,7 +53,7 @@ class Wording:
 
     def __init__(self, names: Names) -> None:
         self.names = names
-        self.identifiers = names.render(self.quote)
+        self.identifiers: dict[str, str] = names.render(self.quote)
         self._texts: dict[str, str] = {}
 
     def sql(self, text: str, /, **params: Any) -> Statement:  # noqa: ANN401 -- whatever the database stores

@@ -14,7 +14,7 @@ from .harness import MINUTE, SECOND, TERMS, StoreHarness, numbered, numbers, sta
 __all__ = ["SettlingContract"]
 
 HOUR = timedelta(hours=1)
-OUTCOMES = [Delivered(), Retry("no", HOUR), Dead("never"), Release(HOUR)]
+OUTCOMES: list[Outcome] = [Delivered(), Retry("no", HOUR), Dead("never"), Release(HOUR)]
 NAMES = ["delivered", "retry", "dead", "release"]
 
 

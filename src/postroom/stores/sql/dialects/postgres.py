@@ -168,19 +168,15 @@ class PostgreSQL(Dialect):
                   attempts, token, seq
         """
     # MATERIALIZED keeps the planner from running the locking SELECT twice, which would take more than the limit.
-    # Rows are locked one by one as they are asked for, so the outer LIMIT says how many. The inner one is for the
-    # planner, which takes a LIMIT that it cannot know for a tenth of the table, and then sorts the backlog.
     _claim_loose: ClassVar[str] = f"""
         WITH expired AS MATERIALIZED (
             SELECT id FROM {{outbox}}
             WHERE namespace = :namespace::text AND {{loose}} AND {Dialect.is_expired}
             ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
         ), due AS MATERIALIZED (
-            SELECT id FROM (
-                SELECT id FROM {{outbox}}
-                WHERE namespace = :namespace AND {{loose}} AND {Dialect.is_due}
-                ORDER BY next_attempt_at, seq LIMIT :limit FOR UPDATE SKIP LOCKED) AS first
-            LIMIT :limit - (SELECT count(*) FROM expired)
+            SELECT id FROM {{outbox}}
+            WHERE namespace = :namespace AND {{loose}} AND {Dialect.is_due}
+            ORDER BY next_attempt_at, seq LIMIT :limit - (SELECT count(*) FROM expired) FOR UPDATE SKIP LOCKED
         ), chosen AS (
             SELECT id FROM expired UNION ALL SELECT id FROM due
         )

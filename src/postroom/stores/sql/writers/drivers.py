@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ....errors import NotInTransactionError, TransactionAbortedError
-from ..statement import Result, Row, Statement
+from ..statement import ParamStyle, Result, Row, Statement
 from ..writer import AsyncWriter, Connection, SyncWriter
 
 __all__ = ["Aiosqlite", "Asyncmy", "Asyncpg", "Psycopg", "PsycopgAsync", "PyMySQL", "SQLite3"]
@@ -16,7 +16,7 @@ __all__ = ["Aiosqlite", "Asyncmy", "Asyncpg", "Psycopg", "PsycopgAsync", "PyMySQ
 class Asyncpg(AsyncWriter):
     """asyncpg's connections, pooled or not."""
 
-    style = "numeric"
+    style: ClassVar[ParamStyle] = "numeric"
     dialect = "postgresql"
 
     def require_transaction(self, connection: Connection) -> None:
@@ -78,7 +78,7 @@ def _require_sqlite_transaction(connection: Connection) -> None:
 class SQLite3(SyncWriter):
     """The standard library's connections."""
 
-    style = "qmark"
+    style: ClassVar[ParamStyle] = "qmark"
     dialect = "sqlite"
 
     def require_transaction(self, connection: Connection) -> None:
@@ -97,7 +97,7 @@ class SQLite3(SyncWriter):
 class Aiosqlite(AsyncWriter):
     """aiosqlite's connections."""
 
-    style = "qmark"
+    style: ClassVar[ParamStyle] = "qmark"
     dialect = "sqlite"
 
     def require_transaction(self, connection: Connection) -> None:
