@@ -289,7 +289,7 @@ async def test_mariadb_reads_by_the_right_index_and_no_more_than_it_takes(mariad
 async def test_a_key_behind_more_blocked_keys_than_a_claim_looks_at_gets_its_turn(
     request: pytest.FixtureRequest, kind: str
 ) -> None:
-    """S2-47, G2, G6: the walk over the keys goes on where the last one ended, in every dialect."""
+    """G6: the walk over the keys goes on where the last one ended, in every dialect."""
     store, add = await outbox_of(request, kind)
     await store.apply_schema()
     await store.open()

@@ -146,7 +146,7 @@ async def within(limit: float) -> AsyncIterator[None]:
 async def test_a_silent_link_ends_in_a_timeout_and_its_connection_is_not_used_again(
     site: Site, directions: tuple[Direction, ...]
 ) -> None:
-    """G2, S4-13: no driver ends a call on a black-holed link by itself."""
+    """No driver ends a call on a black-holed link by itself."""
     async with opened(site.store()) as store:
         site.proxy.black_hole(*directions)
         async with within(TIMEOUT.total_seconds() + MARGIN):
@@ -162,7 +162,7 @@ async def test_a_silent_link_ends_in_a_timeout_and_its_connection_is_not_used_ag
 
 
 async def test_a_link_that_is_silent_from_the_beginning_ends_in_a_timeout(site: Site) -> None:
-    """S4-13: connecting has the same deadline as everything else."""
+    """Connecting has the same deadline as everything else."""
     site.proxy.black_hole()
     store = site.store()
 
@@ -189,7 +189,7 @@ async def test_many_calls_on_a_silent_link_all_end_in_time(site: Site) -> None:
 
 
 async def test_a_cut_link_is_unavailable_once_and_then_works(site: Site) -> None:
-    """G2, S4-13, S4-20: one failed call throws away all idle connections."""
+    """One failed call throws away all idle connections."""
     async with opened(site.store()) as store:
         await asyncio.gather(*(store.stats() for _ in range(5)))
         assert site.proxy.cut() > 1
@@ -201,7 +201,7 @@ async def test_a_cut_link_is_unavailable_once_and_then_works(site: Site) -> None
 
 
 async def test_a_link_that_is_cut_during_a_call_is_unavailable_at_once(site: Site) -> None:
-    """G2, S4-13: the call does not wait for its deadline."""
+    """The call does not wait for its deadline."""
     sleep = "SELECT SLEEP(30)" if site.kind == "asyncmy" else "SELECT pg_sleep(30)"
     async with opened(site.store(timeout=timedelta(seconds=20))) as store:
         async with within(5):
@@ -230,7 +230,7 @@ async def test_a_reply_that_breaks_off_is_unavailable(site: Site) -> None:
 
 
 async def test_a_settlement_whose_reply_was_lost_can_be_repeated(site: Site) -> None:
-    """G12, S2-37, S2-39: the token is still ours, so saying it twice is no loss."""
+    """G12, S2-37: the token is still ours, so saying it twice is no loss."""
     [message] = site.add(None)
     wire = {"asyncpg": message.id.bytes, "psycopg": message.id.hex.encode(), "asyncmy": b"COMMIT"}
     async with opened(site.store()) as store:
@@ -245,7 +245,7 @@ async def test_a_settlement_whose_reply_was_lost_can_be_repeated(site: Site) -> 
 
 
 async def test_a_port_where_nobody_listens_is_unavailable(site: Site) -> None:
-    """S4-13: what cannot be reached is told as such, with the address and without delay."""
+    """What cannot be reached is told as such, with the address and without delay."""
     await site.proxy.refuse()
     store = site.store()
 
@@ -333,7 +333,7 @@ os._exit(0)
 
 
 def test_a_forked_child_does_not_use_the_connections_of_its_parent(site: Site) -> None:
-    """G11: a server that forks its workers after start must not mix up two conversations."""
+    """A server that forks its workers after start must not mix up two conversations."""
     text = "SELECT CONNECTION_ID()" if site.kind == "asyncmy" else "SELECT pg_backend_pid()"
     store = (
         f"MySQLStore({site.dsn!r})" if site.kind == "asyncmy" else f"PostgresStore({site.dsn!r}, driver={site.kind!r})"
@@ -355,7 +355,7 @@ def test_a_forked_child_does_not_use_the_connections_of_its_parent(site: Site) -
 
 
 async def test_claims_are_durable_whatever_the_database_defaults_to(site: Site) -> None:
-    """G3, S2-26: claims flush the log, and see what others have committed since."""
+    """G3: claims flush the log, and see what others have committed since."""
     name = urlsplit(site.dsn).path[1:]
     if site.kind != "asyncmy":
         site.run(f"ALTER DATABASE {name} SET synchronous_commit = off")
@@ -386,12 +386,12 @@ async def survives_a_killed_server(server: PostgresServer | MariaDBServer, kinds
 
 
 async def test_a_store_outlives_the_crash_of_its_postgresql(private_postgres: PostgresServer) -> None:
-    """G2, S4-20: it is unavailable while the server is down, and works when it is back."""
+    """It is unavailable while the server is down, and works when it is back."""
     await survives_a_killed_server(private_postgres, ("asyncpg", "psycopg"))
 
 
 async def test_a_store_outlives_the_crash_of_its_mariadb(private_mariadb: MariaDBServer) -> None:
-    """G2, S4-20: it is unavailable while the server is down, and works when it is back."""
+    """It is unavailable while the server is down, and works when it is back."""
     await survives_a_killed_server(private_mariadb, ("asyncmy",))
 
 
@@ -497,7 +497,7 @@ HURTS: list[Callable[[str], str]] = [
 async def test_postgresql_refuses_credentials_without_telling_the_password(
     kind: Kind, private_postgres: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """G11: the error says what to check, and neither it nor its causes nor the log tells the secret."""
+    """The error says what to check, and neither it nor its causes nor the log tells the secret."""
     assert private_postgres.home
     rules = "host all canary 127.0.0.1/32 scram-sha-256\nhost all nobody 127.0.0.1/32 scram-sha-256\n"
     rules += "host all all 127.0.0.1/32 trust\n"
@@ -523,7 +523,7 @@ def refused(url: str) -> bool:
 async def test_mariadb_refuses_credentials_without_telling_the_password(
     private_mariadb: MariaDBServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """G11: the error says what to check, and neither it nor its causes nor the log tells the secret."""
+    """The error says what to check, and neither it nor its causes nor the log tells the secret."""
     with closing(connect("asyncmy", private_mariadb.dsn)) as connection:
         cursor = connection.cursor()
         cursor.execute("CREATE USER canary@127.0.0.1 IDENTIFIED BY %s", (SECRET,))

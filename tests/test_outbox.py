@@ -7,7 +7,7 @@ import logging
 import sqlite3
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,7 @@ class Unencodable:
 
 
 MESSAGE = Message(topic="orders", payload=b"canary-4111")
+LONG = make_dataclass("X" * 300, [("card", str)])("canary-4111")
 REFUSALS = {
     "empty topic": refusal(InvalidTopicError, "pass another topic=", topic=""),
     "long topic": refusal(InvalidTopicError, "1 to 249", topic="x" * 250),
@@ -219,6 +220,8 @@ REFUSALS = {
     "Message and dedupe key": refusal(InvalidMessageError, "leave them out", MESSAGE, dedupe_key="k"),
     "one dedupe key for many": refusal(InvalidMessageError, "pass Message objects", [{}, {}], dedupe_key="k"),
     "bad one among many": refusal(EncodeError, "pass a dict", [{}, Unencodable()]),
+    "large payload among many": refusal(PayloadTooLargeError, "send a reference", [{}, {"a": "canary-4111" * 24_000}]),
+    "long type among many": refusal(InvalidMessageError, "pass type=", [{}, LONG]),
     "misspelt option": refusal(InvalidMessageError, "takes no dedup_key; it takes content_type", dedup_key="k"),
     "table name that is none": refusal(
         InvalidNameError, "use a lower-case letter", outbox=Outbox(table="Robert'); --")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "requirements.md"
 REQUIRED = [f"S2-{number:02}" for number in range(1, 53)] + [f"S4-{number:02}" for number in range(1, 25)]
 _ID = re.compile(r"\b[SG]\d-\d\d\b")
-_ROW = re.compile(r"^\| (S\d-\d\d) \| (.*?) \| (.*) \|$")
+_ROW = re.compile(r"^\| (S\d-\d\d) \| (.*?) \|(.*)\|$")
 
 
 def proofs_by_requirement() -> dict[str, list[str]]:

@@ -343,7 +343,7 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
 
 @pytest.mark.parametrize(("kind", "sabotage"), SABOTAGE)
 async def test_check_tells_exactly_what_differs(request: pytest.FixtureRequest, kind: str, sabotage: str) -> None:
-    """S1-10: an operator is told what is wrong, in a sentence each."""
+    """An operator is told what is wrong, in a sentence each."""
     room_kind, fixture = ROOMS[kind]
     room = room_kind(str(request.getfixturevalue(fixture)))
     await applied(room)
@@ -399,7 +399,7 @@ async def test_a_store_without_its_table_says_how_to_make_it(room: Room) -> None
     ],
 )
 async def test_a_store_refuses_another_version_and_says_what_to_do(room: Room, change: str, sentence: str) -> None:
-    """S1-10: neither an old nor a new schema is guessed at."""
+    """Neither an old nor a new schema is guessed at."""
     await applied(room)
     room.run(change)
     store = room.store()
@@ -607,7 +607,7 @@ BAD_ROWS = [
 
 @pytest.mark.parametrize("bad", BAD_ROWS)
 async def test_the_database_refuses_a_row_in_an_impossible_state(room: Room, bad: str) -> None:
-    """S2-07, S2-24: a known status, and a lock exactly while it is processing."""
+    """S2-07: a known status, and a lock exactly while it is processing."""
     await applied(room)
     with closing(room.connect()) as connection:
         connection.cursor().execute("BEGIN")
@@ -623,7 +623,7 @@ async def test_the_database_refuses_a_row_in_an_impossible_state(room: Room, bad
 
 
 async def test_the_columns_of_the_outbox_are_those_that_were_asked_for(room: Room) -> None:
-    """S2-06, S2-11: names as given, and one row for each dedupe key."""
+    """S2-06: names as given, and one row for each dedupe key."""
     await applied(room)
 
     assert set(columns(room, "postroom_outbox")) >= {

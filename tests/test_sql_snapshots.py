@@ -125,7 +125,7 @@ def rendered(schema: Schema) -> str:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_sql_is_what_was_reviewed(name: str) -> None:
-    """S1-09, S2-06, S2-09, S2-10, S2-11, S2-26: schema and statements are there to be read, and to be pasted."""
+    """S1-09: schema and statements are there to be read, and to be pasted."""
     path = FOLDER / f"{name}.sql"
     now = rendered(SCHEMAS[name])
     if os.environ.get("UPDATE_SQL"):

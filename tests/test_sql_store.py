@@ -87,7 +87,7 @@ asyncio.run(main())
 
 
 def test_processes_that_claim_from_one_sqlite_file_share_it_without_any_being_locked_out(sqlite_path: Path) -> None:
-    """S2-26, S2-32, S2-49, G4: every writer waits for its turn, and no message is claimed twice."""
+    """S2-32, S2-49, G4: every writer waits for its turn, and no message is claimed twice."""
     fill(sqlite_path, 240)
     pipe = subprocess.PIPE
     with ExitStack() as stack:
@@ -115,7 +115,7 @@ def test_processes_that_claim_from_one_sqlite_file_share_it_without_any_being_lo
 
 
 async def test_stores_of_one_process_claim_from_one_sqlite_file_at_once(sqlite_path: Path) -> None:
-    """S2-26, S2-32, G4: also from several threads, which is what each store has one of."""
+    """S2-32, G4: also from several threads, which is what each store has one of."""
     fill(sqlite_path, 200)
     stores = [SQLiteStore(sqlite_path) for _ in range(8)]
 
@@ -128,7 +128,7 @@ async def test_stores_of_one_process_claim_from_one_sqlite_file_at_once(sqlite_p
 
 
 async def test_a_sqlite_commit_survives_the_loss_of_power(sqlite_path: Path) -> None:
-    """G2: the log is written ahead, and flushed at every commit."""
+    """The log is written ahead, and flushed at every commit."""
     fill(sqlite_path, 1)
     driver = SQLiteDriver(sqlite_path)
 
@@ -140,7 +140,7 @@ async def test_a_sqlite_commit_survives_the_loss_of_power(sqlite_path: Path) -> 
 
 
 async def test_a_sqlite_file_that_stays_locked_is_contention_within_the_timeout(sqlite_path: Path) -> None:
-    """G11, S4-13: a writer that never ends keeps nobody waiting for ever."""
+    """G11: a writer that never ends keeps nobody waiting for ever."""
     fill(sqlite_path, 1)
     store = SQLiteStore(sqlite_path, timeout=timedelta(seconds=1))
     await store.open()
@@ -159,7 +159,7 @@ SLOW = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i <
 
 
 async def test_a_slow_sqlite_statement_is_interrupted_by_its_own_timeout_alone(sqlite_path: Path) -> None:
-    """G11: one that waits behind it and gives up does not take it along."""
+    """One that waits behind it and gives up does not take it along."""
     fill(sqlite_path, 1)
     driver = SQLiteDriver(sqlite_path)
     brief, long = timedelta(milliseconds=50), timedelta(seconds=30)
@@ -219,7 +219,7 @@ os._exit(0)
 
 
 def test_a_forked_child_opens_the_sqlite_file_itself(sqlite_path: Path) -> None:
-    """G11: SQLite must not be carried over a fork, and its thread is not."""
+    """SQLite must not be carried over a fork, and its thread is not."""
     fill(sqlite_path, 5)
 
     done = subprocess.run(
@@ -241,7 +241,7 @@ def test_a_forked_child_opens_the_sqlite_file_itself(sqlite_path: Path) -> None:
     ],
 )
 async def test_a_damaged_sqlite_file_is_told_as_such(sqlite_path: Path, damage: object, kind: type, words: str) -> None:
-    """S4-13: with its path, and as an error of ours."""
+    """With its path, and as an error of ours."""
     assert callable(damage)
     damage(sqlite_path)
     store = SQLiteStore(sqlite_path)
@@ -254,7 +254,7 @@ async def test_a_damaged_sqlite_file_is_told_as_such(sqlite_path: Path, damage: 
 
 
 async def test_a_sqlite_store_says_that_its_folder_is_missing(tmp_path: Path) -> None:
-    """S4-13: it makes the file, and not the folder."""
+    """It makes the file, and not the folder."""
     store = SQLiteStore(tmp_path / "no" / "such.sqlite3")
 
     with pytest.raises(StoreUnavailableError, match="is not a directory; create it first"):
@@ -305,7 +305,7 @@ async def test_a_hundred_hints_at_once_are_one_notification(
 
 
 async def test_hints_may_come_from_other_threads(postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]) -> None:
-    """S4-12: a sync producer commits on a thread of its own."""
+    """A sync producer commits on a thread of its own."""
     async with hinting(postgres_dsn, driver) as (store, heard):
         threads = [threading.Thread(target=store.notify) for _ in range(20)]
         for thread in threads:
@@ -345,7 +345,7 @@ async def test_a_hint_before_open_is_an_error_and_after_close_is_dropped(postgre
 async def test_listening_wakes_at_every_hint_and_ends_with_an_error_when_it_is_cut(
     postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]
 ) -> None:
-    """S4-13: whoever listens learns that it is over, and may begin again."""
+    """Whoever listens learns that it is over, and may begin again."""
     url = urlsplit(postgres_dsn)
     async with FaultProxy("127.0.0.1", url.port or 0) as proxy:
         through = url._replace(netloc=f"{url.username}@127.0.0.1:{proxy.port}").geturl()
@@ -392,7 +392,7 @@ async def test_listening_can_be_cancelled_and_leaves_no_session(
 async def test_listening_on_a_silent_link_ends_in_a_timeout(
     postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]
 ) -> None:
-    """S4-13: it has the store's deadline to begin with."""
+    """It has the store's deadline to begin with."""
     url = urlsplit(postgres_dsn)
     async with FaultProxy("127.0.0.1", url.port or 0) as proxy:
         proxy.black_hole()
@@ -422,7 +422,7 @@ TIMEOUT, UNAVAILABLE = StoreTimeoutError, StoreUnavailableError
     ],
 )
 def test_every_state_of_postgresql_means_one_error(codes: list[str | None], error: type[StoreError]) -> None:
-    """S1-19, S4-13: by code, since words are translated."""
+    """By code, since words are translated."""
     assert {code: postgres_error(code) for code in codes} == dict.fromkeys(codes, error)
 
 
@@ -438,7 +438,7 @@ def test_every_state_of_postgresql_means_one_error(codes: list[str | None], erro
     ],
 )
 def test_every_number_of_mysql_means_one_error(numbers: list[int], error: type[StoreError]) -> None:
-    """S1-19, S4-13: those of the server, and from 2000 to 2999 those of its client."""
+    """Those of the server, and from 2000 to 2999 those of its client."""
     assert {number: mysql_error(number) for number in numbers} == dict.fromkeys(numbers, error)
 
 
@@ -453,7 +453,7 @@ def test_every_number_of_mysql_means_one_error(numbers: list[int], error: type[S
     ],
 )
 def test_every_code_of_sqlite_means_one_error(names: list[str], error: type[StoreError]) -> None:
-    """S1-19, S4-13: also in its extended forms."""
+    """Also in its extended forms."""
     assert {name: sqlite_error(name) for name in names} == dict.fromkeys(names, error)
 
 
@@ -483,12 +483,12 @@ POSTGRES, MYSQL, SQLITE = PostgreSQL(Names()), MySQL(Names()), SQLite(Names())
 def test_a_server_is_supported_from_the_version_that_has_what_claims_need(
     dialect: Dialect, server: Server, *, is_supported: bool
 ) -> None:
-    """S2-26: SKIP LOCKED, or RETURNING where there is one writer."""
+    """SKIP LOCKED, or RETURNING where there is one writer."""
     assert dialect.is_supported(server) is is_supported
 
 
 def test_an_old_server_is_told_with_what_would_do() -> None:
-    """S2-26: the error names both versions."""
+    """The error names both versions."""
     text = str(UnsupportedDatabaseError("MariaDB 10.5.22", MYSQL.needed))
 
     assert "MariaDB 10.5.22" in text
@@ -496,7 +496,7 @@ def test_an_old_server_is_told_with_what_would_do() -> None:
 
 
 def test_a_place_never_shows_its_password() -> None:
-    """G11: neither as text nor as a representation, however it was given."""
+    """Neither as text nor as a representation, however it was given."""
     place = Place.parse("postgresql+psycopg://a%40b:p%2Fw@db:5433/shop?password=other%20one", schemes=("postgresql",))
 
     assert str(place) == "postgresql://a@b@db:5433/shop"
@@ -510,7 +510,7 @@ def test_a_place_never_shows_its_password() -> None:
     "url", ["", "shop", "redis://u:canary@h/0", "postgres//u:canary@h", "mysql://u:canary@h:port/x"]
 )
 def test_an_address_that_is_not_understood_is_refused_without_repeating_it(url: str) -> None:
-    """G11: any part of it may be the password."""
+    """Any part of it may be the password."""
     for store in (PostgresStore, MySQLStore):
         if not url.startswith("mysql") or store is MySQLStore:
             with pytest.raises(UnknownURLError, match="nothing is known for") as caught:
@@ -520,6 +520,6 @@ def test_an_address_that_is_not_understood_is_refused_without_repeating_it(url: 
 
 @pytest.mark.parametrize("path", ["", ":memory:"])
 def test_a_sqlite_store_needs_a_file(path: str) -> None:
-    """S2-03: a dispatcher of another process must find the messages."""
+    """A dispatcher of another process must find the messages."""
     with pytest.raises(ConfigurationError, match="a SQLite store needs a file"):
         SQLiteStore(path)

@@ -797,3 +797,31 @@ async def test_many_at_once_are_stored_as_one_by_one(
     rows = list(zip(*(stored(databases, named(name), outbox, column) for column in quoted), strict=True))
     assert len(rows) == 4
     assert rows[:2] == rows[2:]
+
+
+@pytest.mark.parametrize("name", ["django-sqlite", "django-postgres"])
+async def test_django_wakes_after_the_commit_and_not_after_a_rollback(
+    name: str, databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S2-34, G3: through `on_commit`, which knows of savepoints too."""
+    monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")
+    rung: list[str] = []
+    outbox = Outbox(namespace=f"ns-{uuid4().hex}", wake=lambda: rung.append("woken"))
+
+    async with named(name).opened(databases) as link:
+        await link.begin()
+        outbox.add(link.handle, {"n": 1}, topic="dropped")
+        await link.rollback()
+        dropped = list(rung)
+        await link.begin()
+        outbox.add(link.handle, {"n": 1}, topic="kept")
+        before = list(rung)
+        await link.commit()
+        after = list(rung)
+        link.handle.set_autocommit(False)
+        outbox.add(link.handle, {"n": 1}, topic="by hand")
+        link.handle.commit()
+        link.handle.set_autocommit(True)
+
+    assert (dropped, before, after, rung) == ([], [], ["woken"], ["woken"])
+    assert stored(databases, named(name), outbox) == ["kept", "by hand"]

@@ -114,7 +114,7 @@ WITH expired AS MATERIALIZED (
 )
 UPDATE "postroom_outbox"
 SET status = 'processing', attempts = attempts + 1, token = token + 1,
-locked_by = :worker::uuid, locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+locked_by = :worker::uuid, locked_until = (SELECT clock_timestamp()) + :duration::interval, updated_at = clock_timestamp()
 WHERE id = ANY (ARRAY(SELECT id FROM chosen))
 RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
 attempts, token, seq;
@@ -198,7 +198,7 @@ heads AS MATERIALIZED (
 ), taken AS (
     UPDATE "postroom_outbox"
     SET status = 'processing', attempts = attempts + 1, token = token + 1,
-    locked_by = :worker::uuid, locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+    locked_by = :worker::uuid, locked_until = (SELECT clock_timestamp()) + :duration::interval, updated_at = clock_timestamp()
     WHERE id = ANY (ARRAY(SELECT id FROM chosen))
     RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
     attempts, token, seq
@@ -285,7 +285,7 @@ heads AS MATERIALIZED (
 ), taken AS (
     UPDATE "postroom_outbox"
     SET status = 'processing', attempts = attempts + 1, token = token + 1,
-    locked_by = :worker::uuid, locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+    locked_by = :worker::uuid, locked_until = (SELECT clock_timestamp()) + :duration::interval, updated_at = clock_timestamp()
     WHERE id = ANY (ARRAY(SELECT id FROM chosen))
     RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
     attempts, token, seq
@@ -311,7 +311,7 @@ WITH chosen AS MATERIALIZED (SELECT id FROM "postroom_outbox" AS head
 )
 UPDATE "postroom_outbox"
 SET status = 'processing', attempts = attempts + 1, token = token + 1,
-locked_by = :worker::uuid, locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+locked_by = :worker::uuid, locked_until = (SELECT clock_timestamp()) + :duration::interval, updated_at = clock_timestamp()
 WHERE id = ANY (ARRAY(SELECT id FROM chosen))
 RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
 attempts, token, seq;
@@ -360,7 +360,7 @@ AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[
 AND status NOT IN ('pending', 'delivered');
 
 -- extend leases
-UPDATE "postroom_outbox" SET locked_until = clock_timestamp() + :duration::interval, updated_at = clock_timestamp()
+UPDATE "postroom_outbox" SET locked_until = (SELECT clock_timestamp()) + :duration::interval, updated_at = clock_timestamp()
 WHERE id = ANY (:ids::uuid[])
 AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[])))
 AND status NOT IN ('pending', 'delivered', 'dead');

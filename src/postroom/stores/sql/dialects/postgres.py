@@ -49,7 +49,8 @@ class PostgreSQL(Dialect):
     name = "postgresql"
     # A claim is its own transaction, so now() is its start; a volatile clock could not be found in an index.
     now = "now()"
-    later = "clock_timestamp() + :duration::interval"
+    # Asked once for the whole statement, so that what is claimed together also expires together.
+    later = "(SELECT clock_timestamp()) + :duration::interval"
     earlier = "now() - :duration::interval"
     locking = " FOR UPDATE SKIP LOCKED"
     of_tenant = "(:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)"
