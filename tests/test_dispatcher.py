@@ -274,6 +274,22 @@ async def test_one_topic_that_is_down_does_not_hold_up_the_others() -> None:
     assert {row.message.attempt for row in bench.store.rows[:20]} == {0}
 
 
+async def test_a_topic_that_is_down_is_left_out_of_claims() -> None:
+    """G13: a backlog that waits for its destination costs no writes."""
+    store = Counting()
+    bench = Bench(store)
+    bench.add(20, topic="down")
+
+    async with bench.running(
+        Answers(lambda _: Release()), poll_interval=MS, outage_backoff=Backoff(base=60 * SECOND, max=60 * SECOND)
+    ):
+        await until(lambda: bool(bench.told(ev.BreakerOpened)), "the breaker opening")
+        seen = store.claims
+        await until(lambda: store.claims > seen + 20, "twenty more claims")
+
+    assert {row.message.token for row in store.rows} == {1}
+
+
 async def test_a_message_that_hangs_alone_is_an_outage_and_beside_others_a_failure() -> None:
     """G9, G13: silence is judged by what else was heard; nothing waits for ever on one publish."""
     bench, hanging = Bench(), set[UUID]()
@@ -331,7 +347,8 @@ async def test_stopping_finishes_what_is_under_way() -> None:
     await started.wait()
     stopping = asyncio.create_task(dispatcher.stop())
     bench.add()
-    await asyncio.sleep(0)
+    _, waiting = await asyncio.wait({stopping}, timeout=0.1)
+    assert waiting == {stopping}
     finish.set()
     await stopping
     await dispatcher.stop()
@@ -451,6 +468,66 @@ async def test_a_lost_lease_is_reported_and_never_followed_by_a_nack() -> None:
     [row] = bench.store.rows
     assert (row.status, row.error, row.message.token) == ("processing", None, other.message.token)
     assert bench.told(ev.Retried) == []
+
+
+class Recording(MemoryStore):
+    """A store that keeps what it was asked to settle."""
+
+    settlements: list[Settlement]
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        self.settlements = [*getattr(self, "settlements", []), *settlements]
+        return await super().settle(settlements)
+
+
+async def test_a_loss_that_the_renewal_noticed_is_not_settled_at_all() -> None:
+    """S2-39: once a lease is known to be lost, no failure of ours is reported for it."""
+    ahead = timedelta(0)
+    store = Recording(clock=lambda: datetime.now(UTC) + ahead)
+    bench = Bench(store)
+    started, finish = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        await finish.wait()
+        raise ValueError("failed, but it is not ours any more")
+
+    bench.add()
+    async with bench.running(
+        send, lease=300 * MS, publish_timeout=200 * MS, batches_in_flight=1, batch=1, concurrency=1
+    ):
+        await started.wait()
+        ahead = timedelta(hours=1)
+        await store.claim(1, ClaimTerms(worker=uuid4(), lease=timedelta(hours=2)))
+        await until(lambda: len(bench.told(ev.LeaseLost)) == 1, "the renewal noticing the loss")
+        finish.set()
+
+    assert getattr(store, "settlements", []) == []
+    assert len(bench.told(ev.LeaseLost)) == 1
+
+
+async def test_a_suspect_is_published_while_nothing_else_is_under_way() -> None:
+    """G9: a message that may kill its worker puts no other message at risk."""
+    bench = Clocked()
+    under_way, company = set[UUID](), dict[UUID, int]()
+
+    async def send(message: Message) -> None:
+        company[message.id] = len(under_way)
+        under_way.add(message.id)
+        await asyncio.sleep(0.02)
+        under_way.remove(message.id)
+
+    [suspect] = bench.add()
+    for _ in range(3):
+        [claim] = await bench.store.claim(1, ClaimTerms(worker=uuid4()))
+        bench.ahead += timedelta(minutes=1)
+    assert claim.message.attempt == 3
+    bench.add(50)
+    async with bench.running(send, batch=5):
+        await bench.until_status(*["delivered"] * 51)
+
+    assert company[suspect] == 0
+    assert max(company.values()) > 0
 
 
 async def test_a_late_confirmation_is_recorded_if_nobody_else_claimed() -> None:
@@ -581,13 +658,20 @@ async def test_an_idle_dispatcher_asks_ever_more_rarely() -> None:
 
 async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     """S1-29: a backlog is drained in batches without waiting in between."""
-    store = Counting()
-    bench = Bench(store)
-    bench.add(200)
-    async with bench.running(accept, batch=10, poll_interval=600 * SECOND, lease=3600 * SECOND):
-        await bench.until_status(*["delivered"] * 200)
+    bench, rests = Bench(), 0
 
-    assert store.claims < 60
+    class Observed(Dispatcher):
+        async def _rest(self) -> None:
+            nonlocal rests
+            rests += 1
+            await super()._rest()
+
+    bench.add(200)
+    await Observed(bench.store, accept, batch=10, listener=bench.events.append).run(until_idle=True)
+
+    assert bench.statuses() == ["delivered"] * 200
+    assert len(bench.told(ev.Claimed)) == 20
+    assert rests < 10
 
 
 async def test_messages_of_a_key_follow_each_other_and_keys_run_side_by_side() -> None:
