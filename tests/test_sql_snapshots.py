@@ -64,6 +64,7 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
     """Return every statement that a dialect can make, by what it is for."""
     row = claimed(dialect)
     one, two = Addition(MESSAGE), Addition(Message(id=UUID(int=3), topic="orders", payload=b"{}"))
+    alike = Addition(Message(id=UUID(int=4), topic="orders", payload=b"[]"))
     key = ("orders", "42")
     stepwise = dialect.atomic
     keyed = ([], [key] * 4, [(row[0], True)], [row]) if stepwise else ([(*row, True)],)
@@ -79,6 +80,7 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
     return {
         "add one message": list(told(dialect.add([one], strict_order=True))),
         "add several messages": list(told(dialect.add([one, two], strict_order=True))),
+        "add several messages that differ in their payload": list(told(dialect.add([two, alike], strict_order=False))),
         "claim messages without a key": list(told(dialect.claim_loose("shop", 1, TERMS), [], [row])),
         "claim messages with a key": list(told(dialect.claim_keyed("shop", 1, TERMS, Walk()), *keyed)),
         "claim behind keys that wait": list(told(dialect.claim_keyed("shop", 1, TERMS, Walk()), *blocked)),

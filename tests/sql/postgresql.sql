@@ -96,6 +96,14 @@ AS t(id, namespace, topic, type, k, tenant_id, dedupe_key, payload, content_type
 ON CONFLICT DO NOTHING
 RETURNING id;
 
+-- add several messages that differ in their payload
+INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, payload, content_type, headers,
+    next_attempt_at)
+SELECT id, :namespace::text, :topic::text, :type::text, :key::text, :tenant_id::uuid, payload,
+:content_type::text, (:headers::text)::jsonb,
+COALESCE(:due_at::timestamptz, statement_timestamp() + :delay::interval)
+FROM unnest(:ids::uuid[], :payloads::bytea[]) AS t(id, payload);
+
 -- claim messages without a key
 WITH expired AS MATERIALIZED (
     SELECT id FROM "postroom_outbox"

@@ -72,7 +72,7 @@ class Statement:
         return _PARAMETER.sub(marks, self.text), values
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _render(text: str, style: ParamStyle) -> tuple[str, tuple[str, ...]]:
     names: list[str] = _PARAMETER.findall(text)
     if style == "numeric":

@@ -15,6 +15,8 @@ from .statement import Statement
 
 __all__ = ["Wording", "letters"]
 
+#: How many texts a dialect remembers as filled in; it has about thirty of its own.
+MAX_TEXTS = 64
 # A name in braces; the braces of JSON hold none.
 _WORD = re.compile(r"\{([a-z_]+)\}")
 _WORDS = (
@@ -66,6 +68,9 @@ class Wording:
 
     def _formatted(self, text: str) -> str:
         if text not in self._texts:
+            if len(self._texts) >= MAX_TEXTS:
+                # Batches of every size make texts of their own, and large ones.
+                self._texts.clear()
             words, filled = self._words, text
             while (more := _WORD.sub(lambda match: words[match[1]], filled)) != filled:  # words may hold words
                 filled = more
