@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from datetime import timedelta
 from pathlib import Path
@@ -307,6 +307,13 @@ async def test_a_key_behind_more_blocked_keys_than_a_claim_looks_at_gets_its_tur
     assert claimed == {"zebra", "aardvark"}
 
 
+INSERT_POSTGRES = """
+    INSERT INTO postroom_outbox (id, namespace, topic, type, key, payload, content_type, headers, next_attempt_at,
+                                 created_at, updated_at)
+    VALUES (%s, 'default', 't', 't', %s, 'x', 'text/plain', '{}', now() + %s * interval '1 min', now(), now())
+    """
+
+
 async def outbox_of(request: pytest.FixtureRequest, kind: str) -> tuple[Any, Any]:
     """Return a store, and what adds messages by key and minutes until they are due."""
     columns = (
@@ -325,11 +332,7 @@ async def outbox_of(request: pytest.FixtureRequest, kind: str) -> tuple[Any, Any
             "'text/plain', '{}', UTC_TIMESTAMP(6) + INTERVAL %s MINUTE, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6))"
         )
         return MySQLStore(where), lambda rows: _run_mariadb(where, text, rows)
-    text = (
-        f"INSERT INTO postroom_outbox ({columns.format(key='key')}) VALUES (%s, 'default', 't', 't', %s, 'x', "
-        "'text/plain', '{}', now() + %s * interval '1 min', now(), now())"
-    )
-    return PostgresStore(where), lambda rows: _run_postgres(where, text, rows)
+    return PostgresStore(where), lambda rows: _run_postgres(where, INSERT_POSTGRES, rows)
 
 
 def _run_sqlite(where: str, text: str, rows: list[tuple[str, int]]) -> None:
@@ -346,6 +349,67 @@ def _run_mariadb(where: str, text: str, rows: list[tuple[str, int]]) -> None:
         connection.commit()
 
 
-def _run_postgres(where: str, text: str, rows: list[tuple[str, int]]) -> None:
+def _run_postgres(where: str, text: str, rows: Sequence[tuple[str | None, int]]) -> None:
     with psycopg.connect(where) as connection:
         connection.cursor().executemany(text.encode(), [(uuid4(), key, minutes) for key, minutes in rows])
+
+
+# -- order ---------------------------------------------------------------------------------------------------------
+
+
+async def test_nothing_is_claimed_behind_a_head_that_another_claim_has_locked(postgres_dsn: str) -> None:
+    """G6: wherever the walk begins, also at the greatest key, after which it comes to the same key again."""
+    store = PostgresStore(postgres_dsn)
+    await store.apply_schema()
+    await store.open()
+    _run_postgres(postgres_dsn, INSERT_POSTGRES, [("a", -1)] * 200)
+    connection: Connection = await asyncpg.connect(postgres_dsn)
+    try:
+        async with connection.transaction():
+            # As another dispatcher's claim that has not ended yet.
+            await connection.execute("SELECT id FROM postroom_outbox ORDER BY seq LIMIT 1 FOR UPDATE")
+            claims = [claim for _ in range(6) for claim in await store.claim(32, TERMS)]
+        freed = [claim for _ in range(2) for claim in await store.claim(32, TERMS)]
+    finally:
+        await connection.close()
+        await store.close()
+
+    assert claims == []
+    assert len(freed) == 32
+
+
+@pytest.mark.parametrize("kind", ["postgres", "mariadb", "sqlite"])
+async def test_a_key_behind_a_clogged_window_gets_its_turn_though_every_claim_finds_something(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    """G2, G6: a busy key before the blocked ones does not keep claims from looking behind them."""
+    store, add = await outbox_of(request, kind)
+    await store.apply_schema()
+    await store.open()
+    add([(f"blocked{n:03}", minutes) for n in range(100) for minutes in (60, -60)])
+    add([("zebra", -1), ("aardvark", -1)])
+
+    claimed: set[str | None] = set()
+    for _ in range(60):
+        add([("hot", -120)])
+        claims = await store.claim(2, TERMS)
+        claimed |= {claim.message.key for claim in claims}
+        outcomes = {"hot": Delivered()}
+        await store.settle([Settlement(c, outcomes.get(c.message.key, Release(timedelta(hours=1)))) for c in claims])
+    await store.close()
+
+    assert claimed == {"hot", "zebra", "aardvark"}
+
+
+async def test_a_claim_on_postgresql_asks_no_more_once_it_has_taken_something(postgres_dsn: str) -> None:
+    """G4, S2-50: each statement commits, so what one took must not depend on whether the next one succeeds."""
+    store = PostgresStore(postgres_dsn)
+    await store.apply_schema()
+    await store.open()
+    _run_postgres(postgres_dsn, INSERT_POSTGRES, [("a", -1), (None, -1)])
+
+    claims = [await store.claim(10, TERMS) for _ in range(3)]
+    await store.close()
+
+    assert sorted(len(batch) for batch in claims) == [0, 1, 1]
+    assert {claim.message.key for batch in claims for claim in batch} == {"a", None}

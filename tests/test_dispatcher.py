@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -822,3 +823,133 @@ async def test_no_event_or_log_holds_a_payload(caplog: pytest.LogCaptureFixture)
     assert {type(event) for event in told} >= {ev.Started, ev.Claimed, ev.Retried, ev.Died, ev.Stopped}
     assert secret not in repr(told)
     assert secret not in repr([record.__dict__ for record in caplog.records])
+
+
+@pytest.mark.parametrize("in_batches", [True, False])
+async def test_a_publisher_whose_own_wait_is_cancelled_strands_nothing(in_batches: bool) -> None:  # noqa: FBT001
+    """G2: a client library may cancel what a publisher awaits; that is no cancellation of the dispatcher."""
+    bench, failures = Bench(), 3
+
+    async def send(message: Message) -> None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            lost.cancel()
+            await lost
+
+    class Batches:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            for message in messages:
+                await send(message)
+            return [Delivered()] * len(messages)
+
+    bench.add(5)
+    async with bench.running(Batches() if in_batches else send):
+        await bench.until_status(*["delivered"] * 5)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [True, "yes", Retry("later", timedelta.max), Retry(ValueError("no"), timedelta(0)), Retry("no", 5)],  # type: ignore[arg-type]
+    ids=["bool", "text", "for ever", "exception", "number"],
+)
+async def test_an_answer_that_no_store_could_record_is_a_failure_of_its_message_alone(answer: object) -> None:
+    """G9: what an untyped publisher says cannot stop the settling of others."""
+    bench = Bench()
+    bad, *_ = bench.add(5)
+    async with bench.running(Answers(lambda m: answer if m.id == bad else Delivered())):  # type: ignore[arg-type, return-value]
+        await until(lambda: bench.statuses()[1:] == ["delivered"] * 4, "the others being delivered")
+        await until(lambda: bool(bench.told(ev.Retried)), "the failure being told")
+
+
+async def test_a_message_that_cannot_be_sent_does_not_stand_for_its_topic() -> None:
+    """G2, G9, G13: the next test of a topic that seems down is another message."""
+    bench = Bench()
+    [hanging] = bench.add(1, topic="t")
+
+    async def send(message: Message) -> None:
+        if message.id == hanging:
+            raise BrokerUnavailableError("one endpoint is down")
+
+    async with bench.running(send):
+        await until(lambda: bool(bench.told(ev.BreakerOpened)), "the topic looking down")
+        bench.add(50, topic="t")
+        await until(lambda: bench.statuses()[1:] == ["delivered"] * 50, "the others being delivered")
+
+    assert bench.store.rows[0].message.attempt == 0
+
+
+async def test_concurrency_is_that_of_the_dispatcher_and_not_of_a_batch() -> None:
+    """G11: batches under way side by side do not multiply the calls."""
+    bench, under_way, most = Bench(), 0, 0
+
+    async def send(message: Message) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.001)
+        under_way -= 1
+
+    bench.add(60)
+    async with bench.running(send, batch=10, concurrency=3):
+        await bench.until_status(*["delivered"] * 60)
+
+    assert most == 3
+
+
+async def test_listeners_and_backoffs_that_fail_do_not_stop_delivery(caplog: pytest.LogCaptureFixture) -> None:
+    """G2: what users plug in is not trusted with the life of the dispatcher."""
+    bench = Bench()
+
+    def broken(_: object) -> timedelta:
+        raise ZeroDivisionError
+
+    async def send(message: Message) -> None:
+        if message.attempt == 1:
+            raise ValueError("not yet")
+
+    bench.add()
+    async with bench.running(send, listener=broken, backoff=broken):
+        await bench.until_status("delivered")
+
+    assert "a listener failed" in caplog.text
+    assert "the backoff function failed" in caplog.text
+
+
+async def test_cancelling_during_a_claim_gives_back_what_it_took() -> None:
+    """S2-34: a claim that the store has made is known, whenever the cancellation comes."""
+    bench = Bench(Slow())
+    bench.add(3)
+    running = asyncio.create_task(bench.dispatcher(accept).run())
+    await until(lambda: "processing" in bench.statuses(), "the claim being made")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    assert bench.statuses() == ["pending"] * 3
+    assert {row.message.attempt for row in bench.store.rows} == {0}
+
+
+async def test_a_stop_does_not_wait_for_a_publisher_that_ignores_its_cancellation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """S4-12: stopping is bounded, whatever a publisher does."""
+    monkeypatch.setattr("postroom.dispatcher.FAREWELL", 0.05)
+    bench, started, end = Bench(), asyncio.Event(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        while not end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await end.wait()
+
+    bench.add()
+    dispatcher = bench.dispatcher(send, shutdown_grace=10 * MS, publish_timeout=9 * SECOND)
+    running = asyncio.create_task(dispatcher.run())
+    await started.wait()
+    await asyncio.wait_for(dispatcher.stop(), 10)
+    end.set()
+    await running
+
+    assert bench.statuses() == ["pending"]

@@ -20,6 +20,7 @@ import pymysql
 import pytest
 
 from postroom.errors import (
+    ConfigurationError,
     ReadOnlyStoreError,
     StoreAuthenticationError,
     StoreError,
@@ -532,3 +533,99 @@ async def test_mariadb_refuses_credentials_without_telling_the_password(
 
     for hurt in HURTS:
         await is_kept_secret("asyncmy", url, caplog, hurt)
+
+
+# -- locked tables -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+async def test_calls_that_timed_out_do_not_pile_up_on_a_locked_table(kind: Kind, postgres_dsn: str) -> None:
+    """G13: a server does not notice that nobody waits for its answer any more, so it is told when to give up."""
+    store = store_of(kind, postgres_dsn, timeout=timedelta(seconds=0.3), connections=2)
+    await store.apply_schema()
+
+    def waiting() -> int:
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'postroom'"
+        )
+        return int(cursor.fetchone()[0])
+
+    with closing(connect(kind, postgres_dsn)) as connection, connection.cursor() as cursor, connection.transaction():
+        async with opened(store):
+            cursor.execute("LOCK TABLE postroom_outbox IN ACCESS EXCLUSIVE MODE")
+            for _ in range(6):
+                with pytest.raises(StoreTimeoutError):
+                    await store.claim(1, TERMS)
+            await until(lambda: waiting() <= 2, "the server gives up")
+
+
+@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+async def test_a_schema_may_take_longer_to_apply_than_any_other_call(kind: Kind, postgres_dsn: str) -> None:
+    """S4-07: DDL waits for the transactions of others; what ends a claim does not end it."""
+    store = store_of(kind, postgres_dsn, timeout=timedelta(seconds=0.1))
+    await store.apply_schema()
+    with closing(connect(kind, postgres_dsn)) as connection, connection.cursor() as cursor:
+        with connection.transaction():
+            cursor.execute("LOCK TABLE postroom_outbox_version IN ACCESS EXCLUSIVE MODE")
+            applying = asyncio.create_task(store.apply_schema())
+            checking = asyncio.create_task(store.check_schema())
+            ended, _ = await asyncio.wait({applying, checking}, timeout=1)
+        results = await asyncio.wait_for(asyncio.gather(applying, checking), 20)
+    await store.close()
+
+    assert not ended
+    assert results == [False, []]
+
+
+@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+async def test_claims_are_read_committed_whatever_the_database_defaults_to(kind: Kind, postgres_dsn: str) -> None:
+    """G4: in a stricter isolation claims at the same time would fail instead of skipping each other's rows."""
+    with closing(connect(kind, postgres_dsn)) as connection:
+        name = urlsplit(postgres_dsn).path[1:]
+        connection.execute(f'ALTER DATABASE "{name}" SET default_transaction_isolation = serializable')
+    store = store_of(kind, postgres_dsn)
+
+    isolation = await store._run(ask("SELECT current_setting('transaction_isolation')"), atomic=False)  # noqa: SLF001
+    await store.close()
+
+    assert isolation == "read committed"
+
+
+@pytest.mark.parametrize("key", [None, "a"])
+async def test_the_sweep_leaves_a_message_that_is_claimed_while_it_looks(site: Site, key: str | None) -> None:
+    """S2-28, G4, G9: dispatchers may allow different numbers of attempts; what one has in flight the other keeps."""
+    site.add(key)
+    site.run("UPDATE postroom_outbox SET attempts = 5")
+    async with opened(site.store(timeout=timedelta(seconds=20))) as store:
+        with closing(site.connect()) as connection:
+            cursor = connection.cursor()
+            cursor.execute("BEGIN")
+            # As the claim of a dispatcher that allows ten attempts, and that has not ended yet.
+            cursor.execute(
+                "UPDATE postroom_outbox SET status = 'processing', attempts = 6, token = 1, "
+                "locked_until = '2100-01-01 00:00:00'"
+            )
+            sweeping = asyncio.create_task(store.sweep(ClaimTerms(worker=uuid4(), max_attempts=5)))
+            await until(lambda: sweeping.done() or "active" in site.sessions(), "the sweep waits for the row")
+            cursor.execute("COMMIT")
+        buried = await sweeping
+
+    assert buried == 0
+    assert site.run("SELECT status, attempts FROM postroom_outbox") == [("processing", 6)]
+
+
+@pytest.mark.parametrize("query", ["ssl_ca=/etc/ca.pem&ssl=true", "ssl_mode=REQUIRED", "ssl=perhaps"])
+def test_a_mysql_option_that_is_not_understood_is_refused_by_name(query: str) -> None:
+    """S4-03: an option that were dropped could be the one that asks for encryption."""
+    name = query.partition("=")[0]
+    with pytest.raises(ConfigurationError, match=rf"\b{name}\b"):
+        MySQLStore(f"mysql://app:secret@localhost/shop?{query}")
+
+
+async def test_mysql_over_tls_is_asked_for_by_the_url(mariadb_dsn: str) -> None:
+    """S4-03: a server without a certificate is refused instead of being talked to in the clear."""
+    store = MySQLStore(f"{mariadb_dsn}?ssl=true", timeout=timedelta(seconds=10))
+
+    with pytest.raises(StoreError, match="(?i)ssl"):
+        await store.open()
+    await store.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
+import contextlib
+from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
 
 from postroom import ClaimTerms, Delivery, Outbox, source
-from postroom.errors import SchemaMissingError
+from postroom.errors import SchemaMissingError, StoreUnavailableError
 from postroom.stores import MemoryStore, SQLiteStore
 from postroom.testing.waiting import until
 
@@ -138,3 +139,66 @@ async def test_what_no_retry_can_mend_is_raised_to_the_reader(sqlite_path: str) 
         await anext(deliveries)
 
     await store.close()
+
+
+async def test_as_many_deliveries_may_be_open_as_the_batch_says() -> None:
+    """S1-30: a reader may gather several before it acknowledges, also when they arrive one by one."""
+    store = MemoryStore()
+    async with source(store, batch=10, poll_interval=5 * MS) as deliveries:
+        gathered = list[Delivery]()
+        for _ in range(10):
+            add(store, 1)
+            gathered.append(await asyncio.wait_for(anext(deliveries), 10))
+        for delivery in gathered:
+            await delivery.ack()
+
+    assert statuses(store) == ["delivered"] * 10
+
+
+async def test_a_delivery_that_a_cancelled_reader_missed_goes_to_the_next() -> None:
+    """S1-30: a time limit around reading loses nothing."""
+    store = MemoryStore()
+    async with source(store, poll_interval=5 * MS) as deliveries:
+        for number in range(50):
+            reading = asyncio.ensure_future(anext(deliveries))
+            add(store, 1)
+            for _ in range(number % 7):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.002 * (number % 5))
+            if reading.done():
+                await reading.result().ack()
+                continue
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await reading).ack()
+        while statuses(store).count("delivered") < 50:
+            await (await asyncio.wait_for(anext(deliveries), 10)).ack()
+
+
+async def test_nothing_is_handed_out_after_closing_and_a_late_ack_says_so() -> None:
+    """S1-37: what was released belongs to others again; an ack without effect is an error, not a promise."""
+    store = MemoryStore()
+    add(store, 3)
+    deliveries = source(store)
+    delivery = await anext(deliveries)
+    await deliveries.aclose()
+
+    with pytest.raises(StopAsyncIteration):
+        await anext(deliveries)
+    with pytest.raises(StoreUnavailableError, match="will come again"):
+        await delivery.ack()
+    assert statuses(store) == ["pending"] * 3
+
+
+async def test_an_open_suspect_does_not_keep_a_source_from_closing() -> None:
+    """S1-30: closing does not wait for the reader."""
+    ahead = timedelta(0)
+    store = MemoryStore(clock=lambda: datetime.now(UTC) + ahead)
+    add(store, 1)
+    for _ in range(3):
+        await store.claim(1, ClaimTerms(worker=uuid4()))
+        ahead += timedelta(minutes=1)
+    async with source(store) as deliveries:
+        assert (await anext(deliveries)).message.attempt == 4
+
+    assert statuses(store) == ["pending"]

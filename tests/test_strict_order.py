@@ -17,6 +17,8 @@ import sqlalchemy
 
 from postroom import Added, Outbox
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
+from postroom.stores.sql.dialects.mysql import _LOCKS
+from postroom.stores.sql.dialects.postgres import lock_number
 from postroom.testing.waiting import until
 
 
@@ -190,6 +192,24 @@ async def test_transactions_that_add_the_same_keys_crosswise_do_not_deadlock(sit
     await asyncio.wait_for(asyncio.gather(add(keys), add(keys[::-1]), add(keys), add(keys[::-1])), 60)
 
     assert len(await site.stored()) == 4 * 5 * 8
+
+
+async def test_an_add_of_several_statements_holds_no_lock_while_it_waits_for_one_that_comes_before(site: Site) -> None:
+    """G6: or two large adds, one the other way round, would each wait for what the other has locked."""
+    numbers = {f"key-{n}": lock_number("default", "t", f"key-{n}") for n in range(20)}
+    early = min(numbers, key=lambda key: (numbers[key] % _LOCKS, key))
+    late = max(numbers, key=lambda key: (numbers[key] % _LOCKS * (numbers[key] > numbers[early]), key))
+    # The key whose lock comes first is that of the last message, which has a statement of its own.
+    messages = [STRICT.prepare({}, topic="t", key=key).message for key in [late] * 500 + [early]]
+
+    async with site.transaction() as first:
+        await STRICT.add(first, {}, topic="t", key=early)
+        large = asyncio.create_task(add_and_commit(site, STRICT, event=messages))
+        await until(site.waiting, "the large add waits for its last key")
+        await asyncio.wait_for(add_and_commit(site, STRICT, topic="t", key=late), 10)
+    await asyncio.wait_for(large, 20)
+
+    assert len(await site.stored()) == 503
 
 
 async def test_on_sqlite_there_is_one_writer_so_that_seq_is_commit_order(sqlite_path: Path) -> None:

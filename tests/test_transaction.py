@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import asyncpg
 import pytest
 import sqlalchemy
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm.exc import StaleDataError
 
 from postroom import Outbox
 from postroom.errors import CommitUnknownError, TransactionAbortedError, UnknownConnectionError
@@ -164,6 +167,64 @@ async def test_a_connection_that_breaks_before_the_commit_is_no_unknown_outcome(
 # -- COMMIT without an answer ----------------------------------------------------------------------------------
 
 Moment = Literal["before", "after"]
+
+
+class Base(DeclarativeBase):
+    """What a service of its own has."""
+
+
+class Order(Base):
+    """A row that notices when somebody else has changed it."""
+
+    __tablename__ = "orders"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    version: Mapped[int]
+    name: Mapped[str]
+    __mapper_args__: ClassVar[dict[str, Any]] = {"version_id_col": version}
+
+
+def refuse(*_: object) -> None:
+    raise ValueError("stock must not be negative")
+
+
+async def change_what_is_stale(session: AsyncSession) -> None:
+    order = await session.get_one(Order, 1)
+    await session.execute(sqlalchemy.text("UPDATE orders SET version = 99"))  # as another writer
+    order.name = "b"
+
+
+async def add_what_a_hook_refuses(session: AsyncSession, hook: str) -> None:
+    sqlalchemy.event.listen(session.sync_session, hook, refuse)
+    session.add(Order(id=2, name="x"))
+
+
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [
+        (change_what_is_stale, StaleDataError),
+        (partial(add_what_a_hook_refuses, hook="before_flush"), ValueError),
+        (partial(add_what_a_hook_refuses, hook="before_commit"), ValueError),
+    ],
+    ids=["stale", "before_flush", "before_commit"],
+)
+@pytest.mark.parametrize("kind", ["session-asyncpg", "session-psycopg"])
+async def test_what_fails_before_the_commit_is_told_as_it_is(
+    kind: str, dsn: str, work: Callable[[AsyncSession], Awaitable[None]], error: type[Exception]
+) -> None:
+    """G12: a flush that fails, or a hook of the service, has stored nothing, and there is nothing to find out."""
+    await ask(dsn, "CREATE TABLE orders (id int PRIMARY KEY, version int NOT NULL, name text NOT NULL)")
+    await ask(dsn, "INSERT INTO orders VALUES (1, 1, 'a')")
+    bell = Bell()
+    outbox = Outbox(wake=bell)
+
+    async with pool_on(kind, dsn) as pool:
+        with pytest.raises(error):
+            async with outbox.transaction(pool) as session:
+                await outbox.add(session, {"n": 1}, topic="t")
+                await work(session)
+
+    assert (bell.rung, await stored(dsn)) == (0, 0)
+    assert await ask(dsn, "SELECT count(*) FROM orders WHERE name = 'a' AND version = 1") == 1
 
 
 class Cutter:

@@ -11,12 +11,14 @@ from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownEr
 from .message import Message
 from .store import Dead, Delivered, Outcome, Release, Retry
 
-__all__ = ["Each", "Publisher", "Send", "describe"]
+__all__ = ["OUTAGES", "Each", "Publisher", "Send", "describe", "is_cancelled"]
 
 #: Delivers one message: to return is success, to raise is failure, and to return an `Outcome` is to choose.
 Send: TypeAlias = Callable[[Message], Awaitable[object]]
 
 MAX_ERROR = 2000
+#: What says that a destination is down.
+OUTAGES = (BrokerUnavailableError, ConnectionRefusedError)
 
 
 class Publisher(Protocol):
@@ -45,7 +47,8 @@ class Each:
         if concurrency < 1:
             raise ConfigurationError(f"concurrency must be at least 1, not {concurrency}")
         self._send = send
-        self._concurrency = concurrency
+        # One for all batches, so that several of them under way do not multiply it.
+        self._gate = asyncio.Semaphore(concurrency)
         self._timeout = None if timeout is None else timeout.total_seconds()
 
     async def publish(
@@ -53,11 +56,10 @@ class Each:
     ) -> Sequence[Outcome | None]:
         """Deliver a batch, keys side by side; tell ``heard`` of each outcome as soon as it is known."""
         outcomes: list[Outcome | None] = [None] * len(messages)
-        gate = asyncio.Semaphore(self._concurrency)
 
         async def deliver(run: list[int]) -> None:
             for index in run:
-                async with gate:
+                async with self._gate:
                     outcome = outcomes[index] = await self._attempt(messages[index])
                 if outcome is not None:
                     heard(index, outcome)
@@ -74,14 +76,24 @@ class Each:
         try:
             async with deadline:
                 answer = await self._send(message)
-        except (BrokerUnavailableError, ConnectionRefusedError):
+        except OUTAGES:
             return Release()
         except RejectError as error:
             return Dead(describe(error))
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            return None  # something that the sender waited for was cancelled, not the sender
         except Exception as error:  # noqa: BLE001 -- whatever a sender raises is a failed delivery
             unknown = deadline.expired() or isinstance(error, PublishUnknownError)
             return None if unknown else Retry(describe(error))
         return answer if isinstance(answer, Delivered | Retry | Dead | Release) else Delivered()
+
+
+def is_cancelled() -> bool:
+    """Tell whether it is this task that somebody cancelled, rather than something it awaited."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def describe(error: BaseException) -> str:

@@ -60,6 +60,17 @@ class Custody:
         held = self._held.get(_key(message))
         return held is not None and held.is_lost
 
+    def is_safe(self, message: Message) -> bool:
+        """Tell whether a claim is surely still ours, so that its message may be sent."""
+        held = self._held.get(_key(message))
+        return held is None or not (held.is_lost or time.monotonic() > held.expires)
+
+    def undecided(self, claims: Iterable[Claim]) -> list[Claim]:
+        """Return the claims that are held and have no outcome yet."""
+        decided = {_key(settlement.claim.message) for settlement in self._unsettled}
+        held = [claim for claim in claims if _key(claim.message) in self._held]
+        return [claim for claim in held if _key(claim.message) not in decided and not self.is_lost(claim.message)]
+
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Have outcomes recorded, together with others that come at the same time."""
         if settlements:
@@ -68,8 +79,7 @@ class Custody:
 
     def release_undecided(self) -> int:
         """Give back every claim whose outcome is not known; return how many there were."""
-        decided = {_key(settlement.claim.message) for settlement in self._unsettled}
-        left = [held.claim for key, held in self._held.items() if key not in decided and not held.is_lost]
+        left = self.undecided([held.claim for held in self._held.values()])
         self.settle([Settlement(claim, Release()) for claim in left])
         return len(left)
 
@@ -135,18 +145,19 @@ class Custody:
     async def _renew(self) -> None:
         asked = time.monotonic()
         lease = self._lease.total_seconds()
-        aging = {
-            key: held for key, held in self._held.items() if not held.is_lost and held.expires - asked < lease * 0.7
-        }
+        # What is being settled is not renewed: the answer could come after the settlement and look like a loss.
+        open_claims = self.undecided([held.claim for held in self._held.values()])
+        aging = {_key(claim.message): self._held[_key(claim.message)] for claim in open_claims}
+        aging = {key: held for key, held in aging.items() if held.expires - asked < lease * 0.7}
         if not aging:
             return
         claims = [held.claim for held in aging.values()]
         lost = await persist("extend", partial(self._store.extend, claims, self._lease), self._tell)
-        gone = {_key(claim.message) for claim in lost or ()}
+        # What was settled meanwhile is not lost, it is done.
+        gone = {_key(claim.message) for claim in self.undecided(lost or ())}
         for key, held in aging.items():
             held.expires = asked + lease
-            # What was settled meanwhile is not lost, it is done.
-            held.is_lost = key in gone and key in self._held
+            held.is_lost = key in gone
         self._report_lost(held.claim for held in aging.values() if held.is_lost)
 
 

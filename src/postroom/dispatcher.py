@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,12 +15,19 @@ from typing import cast
 from uuid import UUID, uuid4
 
 from . import events
-from .broker import Each, Publisher, Send, describe
+from .broker import OUTAGES, Each, Publisher, Send, describe, is_cancelled
 from .custody import Custody
-from .errors import BrokerUnavailableError, ConfigurationError, StoreUnavailableError
+from .destinations import Destinations
+from .errors import (
+    ConfigurationError,
+    PublishUnknownError,
+    StoreContentionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from .message import Message
 from .patience import persist
-from .retry import Backoff, Breaker, Delay
+from .retry import Backoff, Delay, guarded
 from .store import Claim, ClaimTerms, Dead, OnDead, Outcome, Release, Retry, Settlement, Store
 from .upkeep import purge_forever, sweep_forever
 from .verdict import Verdict, judge
@@ -30,10 +37,11 @@ __all__ = ["Dispatcher"]
 SECOND = timedelta(seconds=1)
 #: Where waiting for work begins before it grows to the poll interval.
 SHORTEST_IDLE = 0.01
-#: How many topics can be down at once before the one that went down first is tried anew.
-MAX_BREAKERS = 1000
 #: How many seconds a stop waits for the store to take the last settlements.
 FAREWELL = 10.0
+UNREACHABLE = "the publisher could not reach it"
+#: What may go away by itself while a store is opened; wrong credentials and a missing schema do not.
+PASSING = (StoreUnavailableError, StoreTimeoutError, StoreContentionError)
 
 
 class Dispatcher:
@@ -116,25 +124,24 @@ class Dispatcher:
         self._batches_in_flight = batches_in_flight
         self._poll_interval = poll_interval.total_seconds()
         self._publish_timeout = publish_timeout.total_seconds()
-        self._backoff: Delay = backoff or Backoff()
-        self._outage_backoff: Delay = outage_backoff or Backoff(max=30 * SECOND)
+        self._backoff = guarded(backoff or Backoff())
         self._grace = shutdown_grace.total_seconds()
         self._sweep_interval = sweep_interval
         self._cleanup_interval = cleanup_interval
         self._terms = ClaimTerms(
             worker=self.worker, lease=lease, max_attempts=max_attempts, on_dead=on_dead, tenant_id=tenant_id
         )
-        self._tell = listener
+        self._tell = events.guarded(listener)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._group: asyncio.TaskGroup | None = None
         self._woken = asyncio.Event()
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._custody = Custody(store, lease, listener, chunk=4 * batch)
+        self._custody = Custody(store, lease, self._tell, chunk=4 * batch)
+        self._destinations = Destinations(guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell)
+        self._alone: asyncio.Task[None] | None = None
         self._batches: set[asyncio.Task[None]] = set()
         self._idle = SHORTEST_IDLE
         self._ramp = self._batch
-        self._topics: OrderedDict[str, Breaker] = OrderedDict()
 
     def _wrapped(self, publisher: Publisher | Send, concurrency: int, timeout: timedelta) -> Publisher:
         if hasattr(publisher, "publish"):
@@ -142,8 +149,8 @@ class Dispatcher:
         send: Send = publisher  # pyright: ignore[reportAssignmentType] -- hasattr does not narrow it there
 
         async def send_if_held(message: Message) -> object:
-            if self._custody.is_lost(message):
-                return Retry("the lease was lost before the message was sent")
+            if not self._custody.is_safe(message):
+                return Retry("the lease ran out before the message was sent", timedelta(0))
             return await send(message)
 
         return Each(send_if_held, concurrency=concurrency, timeout=timeout)
@@ -160,12 +167,11 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         released, opened = 0, False
         try:
-            opening = persist("open", self._store.open, self._tell, only=StoreUnavailableError, until=self._stopping)
-            opened = bool(await opening)
-            async with asyncio.TaskGroup() as self._group:
+            opened = bool(await persist("open", self._store.open, self._tell, only=PASSING, until=self._stopping))
+            async with asyncio.TaskGroup() as group:
                 self._tell(events.Started(self.worker, self._store.namespace))
                 services = [
-                    self._group.create_task(service)
+                    group.create_task(service)
                     for service in (
                         self._custody.settle_forever(),
                         self._custody.renew_forever(),
@@ -223,8 +229,7 @@ class Dispatcher:
         """Give back what is still held, so that others need not wait for the leases to run out."""
         self._stopping.set()
         self._cancel_batches()
-        if self._batches:
-            await asyncio.wait(self._batches)
+        await self._wait_for_batches(FAREWELL)  # a publisher may ignore that it is cancelled
         released = self._custody.release_undecided()
         with suppress(TimeoutError):
             # If the store is away for longer, the leases will run out by themselves.
@@ -240,7 +245,7 @@ class Dispatcher:
             limit, terms = self._ramp, self._terms_now()
             self._woken.clear()
             granted = time.monotonic()
-            claims = await persist("claim", partial(self._store.claim, limit, terms), self._tell, until=self._stopping)
+            claims = await self._claim(limit, terms)
             if claims:
                 self._tell(events.Claimed(len(claims)))
                 await self._start(claims, granted)
@@ -250,34 +255,47 @@ class Dispatcher:
             if len(claims or ()) < limit:
                 await self._rest()
 
+    async def _claim(self, limit: int, terms: ClaimTerms) -> list[Claim] | None:
+        claiming = asyncio.ensure_future(
+            persist("claim", partial(self._store.claim, limit, terms), self._tell, until=self._stopping)
+        )
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            # The store may have claimed already: what it took must be known, to be given back.
+            self._stopping.set()
+            self._custody.hold(await claiming or (), expires=math.inf)
+            raise
+
     async def _room(self) -> None:
         """Wait until another batch may be under way."""
-        full = self._batch * self._batches_in_flight
-        while not self._stopping.is_set() and (
-            len(self._batches) >= self._batches_in_flight or len(self._custody) >= full
-        ):
+        while not self._stopping.is_set() and self._is_crowded():
             self._custody.progress.clear()
             await self._custody.progress.wait()
 
+    def _is_crowded(self) -> bool:
+        if self._alone is not None and not self._alone.done():
+            return True
+        # A publisher of single messages has a limit of its own; small batches must not use it up.
+        batches = 0 if isinstance(self._publisher, Each) else len(self._batches)
+        return batches >= self._batches_in_flight or len(self._custody) >= self._batch * self._batches_in_flight
+
     def _terms_now(self) -> ClaimTerms:
         """Return the terms of the next claim, which leaves topics alone that are down."""
-        now = time.monotonic()
-        down = tuple(topic for topic, breaker in self._topics.items() if not breaker.may_probe(now))
+        down = self._destinations.down()
         return replace(self._terms, skip_topics=down) if down else self._terms
 
     async def _start(self, claims: Sequence[Claim], granted: float) -> None:
-        alone = claims[0].suspect
-        if alone:
-            await self._wait_for_batches(self._publish_timeout)
         expires = granted + self._terms.lease.total_seconds()
         self._custody.hold(claims, expires)
-        if self._stopping.is_set() or self._group is None:
+        if claims[0].suspect:
+            await self._wait_for_batches(self._publish_timeout)
+        if self._stopping.is_set():
             return  # too late to begin; it is given back with the rest
-        task = self._group.create_task(self._dispatch(claims, expires))
+        task = asyncio.create_task(self._dispatch(claims, expires))
+        self._alone = task if claims[0].suspect else None
         self._batches.add(task)
         task.add_done_callback(self._finished)
-        if alone:
-            await asyncio.wait({task})
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._batches.discard(task)
@@ -300,10 +318,18 @@ class Dispatcher:
         if time.monotonic() > expires - self._publish_timeout:
             self._custody.settle([Settlement(claim, Release()) for claim in sound])
             return
-        tried, waiting = self._admitted(sound)
+        tried, waiting = self._destinations.admit(sound)
         self._custody.settle([Settlement(claim, Release()) for claim in waiting])
-        if tried:
-            await self._publish(tried)
+        try:
+            if tried:
+                await self._publish(tried)
+        except Exception as error:  # noqa: BLE001 -- a batch must not end without an outcome, whatever went wrong
+            failed = self._judge(tried, [Retry(describe(error))] * len(tried))
+            outcomes = {claim.message.id: outcome for claim, outcome in zip(tried, failed.outcomes, strict=True)}
+            undecided = self._custody.undecided(tried)
+            self._custody.settle([Settlement(claim, outcomes[claim.message.id]) for claim in undecided])
+        finally:
+            self._destinations.end_probes(tried)
 
     def _without_broken(self, claims: Sequence[Claim]) -> list[Claim]:
         """Make claims dead that cannot be read, and give back the rest of their keys, which they may hold back now."""
@@ -317,16 +343,6 @@ class Dispatcher:
         self._custody.settle([Settlement(claim, Release()) for claim in held_back])
         return [claim for claim in others if claim not in held_back]
 
-    def _admitted(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Claim]]:
-        """Part the claims that may be tried from those of a topic that is down, but for the one that tests it."""
-        if not self._topics:
-            return list(claims), []
-        now, tried, waiting = time.monotonic(), list[Claim](), list[Claim]()
-        for claim in claims:
-            breaker = self._topics.get(claim.message.topic)
-            (tried if breaker is None or breaker.start_probe(now) else waiting).append(claim)
-        return tried, waiting
-
     async def _publish(self, claims: Sequence[Claim]) -> None:
         """Publish claims and settle them: those with an answer of their own at once, the others with the batch."""
         early: set[int] = set()
@@ -337,19 +353,16 @@ class Dispatcher:
                 verdict = self._judge([claims[index]], [outcome])
                 self._custody.settle([Settlement(claims[index], verdict.outcomes[0])])
 
-        try:
-            answers, error = await self._answers([claim.message for claim in claims], heard)
-            verdict = self._judge(claims, answers)
-            for topic in verdict.alive:
-                self._topic_answers(topic)
-            for topic in verdict.down:
-                self._topic_is_down(topic, error)
-        finally:
-            for topic in {claim.message.topic for claim in claims} & self._topics.keys():
-                self._topics[topic].end_probe()
-        if verdict.alive:
+        answers, error = await self._answers([claim.message for claim in claims], heard)
+        verdict = self._judge(claims, answers)
+        was_down = set(self._destinations.down()) & verdict.alive
+        outcomes = self._destinations.hear(claims, verdict, error)
+        if was_down:
+            # Beginning again with one message keeps a destination that comes back from being overrun.
+            self._ramp = 1
+        elif verdict.alive:
             self._ramp = min(self._ramp * 2, self._batch)
-        pairs = enumerate(zip(claims, verdict.outcomes, strict=True))
+        pairs = enumerate(zip(claims, outcomes, strict=True))
         self._custody.settle([Settlement(claim, outcome) for index, (claim, outcome) in pairs if index not in early])
 
     def _judge(self, claims: Sequence[Claim], answers: Sequence[Outcome | None]) -> Verdict:
@@ -362,33 +375,20 @@ class Dispatcher:
         """Return what the publisher says of each message, and why if it could say nothing."""
         if isinstance(self._publisher, Each):
             # It watches the time of each message; the batch as a whole may take longer.
-            return await self._publisher.publish(messages, heard), "the publisher could not reach it"
+            return await self._publisher.publish(messages, heard), UNREACHABLE
         deadline = asyncio.timeout(self._publish_timeout)
         try:
             async with deadline:
-                answers = await self._publisher.publish(messages)
-        except BrokerUnavailableError as error:
-            return [Release()] * len(messages), describe(error)
+                answers = list(await self._publisher.publish(messages))
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            return [None] * len(messages), "something that the publisher waited for was cancelled"
         except Exception as error:  # noqa: BLE001 -- whatever a publisher raises is a failed delivery
-            if deadline.expired():
-                return [None] * len(messages), "no answer in time"
-            return [Retry(describe(error))] * len(messages), ""
+            unknown = deadline.expired() or isinstance(error, PublishUnknownError)
+            failed: Outcome = Release() if isinstance(error, OUTAGES) else Retry(describe(error))
+            return [None if unknown else failed] * len(messages), describe(error)
         if len(answers) != len(messages):
             wrong = f"the publisher gave {len(answers)} outcomes for {len(messages)} messages"
             return [Retry(wrong)] * len(messages), ""
-        return answers, "the publisher could not reach it"
-
-    def _topic_answers(self, topic: str) -> None:
-        if self._topics.pop(topic, None) is not None:
-            # Beginning again with one message keeps a destination that comes back from being overrun.
-            self._ramp = 1
-            self._tell(events.BreakerClosed(topic))
-
-    def _topic_is_down(self, topic: str, error: str) -> None:
-        breaker = self._topics.get(topic)
-        if breaker is None:
-            if len(self._topics) >= MAX_BREAKERS:
-                self._topics.popitem(last=False)
-            breaker = self._topics[topic] = Breaker(self._outage_backoff)
-        if breaker.fail(time.monotonic()):
-            self._tell(events.BreakerOpened(topic, error))
+        return answers, UNREACHABLE

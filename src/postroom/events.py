@@ -27,6 +27,7 @@ __all__ = [
     "StoreFailed",
     "StoreRecovered",
     "Swept",
+    "guarded",
     "log_event",
 ]
 
@@ -193,3 +194,15 @@ def log_event(event: Event) -> None:
     """Write an event to the log ``postroom``, its fields as extra attributes."""
     if _logger.isEnabledFor(event.level):
         _logger.log(event.level, event.text, extra={f"postroom_{name}": value for name, value in asdict(event).items()})
+
+
+def guarded(listener: Listener) -> Listener:
+    """Return a listener that never raises: delivery must not depend on who watches it."""
+
+    def tell(event: Event) -> None:
+        try:
+            listener(event)
+        except Exception:
+            _logger.exception("a listener failed")
+
+    return tell

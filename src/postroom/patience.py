@@ -25,7 +25,7 @@ async def persist(
     call: Callable[[], Awaitable[T]],
     tell: events.Listener,
     *,
-    only: type[StoreError] = StoreError,
+    only: type[StoreError] | tuple[type[StoreError], ...] = StoreError,
     until: asyncio.Event | None = None,
     deadline: float | None = 60.0,
 ) -> T | None:
@@ -34,12 +34,13 @@ async def persist(
     Survives errors of the kind ``only`` and calls that take longer than ``deadline`` seconds, and tells of them.
     """
     never = asyncio.Event()
+    kinds = only if isinstance(only, tuple) else (only,)
     failures = 0
     while until is None or not until.is_set():
         try:
             async with asyncio.timeout(deadline):
                 result = await call()
-        except (only, TimeoutError) as error:
+        except (*kinds, TimeoutError) as error:
             failures += 1
             tell(events.StoreFailed(operation, describe(error)))
             with suppress(TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from typing import Literal, TypeAlias
 
 from .errors import ConfigurationError
 
-__all__ = ["Backoff", "Breaker", "Delay"]
+__all__ = ["Backoff", "Breaker", "Delay", "guarded"]
+
+_logger = logging.getLogger("postroom")
 
 #: From the number of attempts so far to the wait before the next; a `Backoff` or your own function.
 Delay: TypeAlias = Callable[[int], timedelta]
@@ -60,6 +63,10 @@ class Breaker:
         """Tell whether the destination has been left alone for long enough, and nobody is trying it."""
         return not self._probing and now >= self._retry_at
 
+    def wait(self, now: float) -> timedelta:
+        """Return how long the destination must still be left alone."""
+        return timedelta(seconds=max(self._retry_at - now, 0.0))
+
     def start_probe(self, now: float) -> bool:
         """Take the right to try the destination, which one caller has at a time."""
         if not self.may_probe(now):
@@ -78,3 +85,18 @@ class Breaker:
             self.failures += 1
             self._retry_at = now + self.cooldown(self.failures).total_seconds()
         return first
+
+
+def guarded(delay: Delay) -> Delay:
+    """Return a delay that never raises: where yours fails, the usual one counts, and the log says so."""
+
+    def wait(attempts: int) -> timedelta:
+        try:
+            answer = delay(attempts)
+            if answer >= timedelta(0):
+                return answer
+        except Exception:
+            _logger.exception("the backoff function failed; the usual backoff is used")
+        return Backoff()(attempts)
+
+    return wait

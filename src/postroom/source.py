@@ -6,18 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 from uuid import UUID
 
 from . import events
 from .broker import Each
 from .delivery import Delivery
 from .dispatcher import Dispatcher
+from .errors import StoreUnavailableError
 from .message import Message
 from .retry import Delay
 from .store import OnDead, Outcome, Settlement, Store
 
 __all__ = ["Delivery", "Source", "source"]
+
+_Key: TypeAlias = tuple[UUID, int]
+
+NOT_RECORDED = "the source was closed before this was recorded; the message will come again"
 
 
 class Source(AsyncIterator[Delivery]):
@@ -34,11 +39,23 @@ class Source(AsyncIterator[Delivery]):
         backoff: Delay | None = None,
         on_dead: OnDead = "block",
         tenant_id: UUID | None = None,
-        shutdown_grace: timedelta = timedelta(0),
         listener: events.Listener = events.log_event,
     ) -> None:
+        """Set up a source; it begins to claim when it is entered or first read.
+
+        Args:
+            store: Where the messages are.
+            batch: How many deliveries may be open at a time.
+            poll_interval: How long to wait at the most before looking for work.
+            lease: How long a claim holds; renewed while the delivery is open.
+            max_attempts: After how many deliveries a nacked message is dead.
+            backoff: How long a nacked message waits, by its number of attempts.
+            on_dead: Whether a dead message holds back the later ones of its key.
+            tenant_id: Hand out messages of this tenant only.
+            listener: Is told every event; by default they are logged.
+        """
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._recorded: dict[UUID, asyncio.Future[None]] = {}
+        self._recorded: dict[_Key, asyncio.Future[None]] = {}
         self._running: asyncio.Task[None] | None = None
         self._dispatcher = Dispatcher(
             store,
@@ -52,7 +69,7 @@ class Source(AsyncIterator[Delivery]):
             backoff=backoff,
             on_dead=on_dead,
             tenant_id=tenant_id,
-            shutdown_grace=shutdown_grace,
+            shutdown_grace=timedelta(0),
             listener=listener,
         )
         self._dispatcher.on_settled(self._settled)
@@ -74,44 +91,56 @@ class Source(AsyncIterator[Delivery]):
         ready = asyncio.ensure_future(self._ready.get())
         try:
             await asyncio.wait({ready, running}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
             if ready.done():
-                return ready.result()
+                self._ready.put_nowait(ready.result())  # it was ours for a moment; the next reader gets it
+            raise
         finally:
             ready.cancel()
-        running.result()
-        raise StopAsyncIteration
+        if running.done():
+            running.result()
+            raise StopAsyncIteration  # what is still in the queue was given back to the store
+        return ready.result()
 
     async def aclose(self) -> None:
         """Stop claiming, record what was acknowledged, release the rest; to call it again does nothing."""
         await self._dispatcher.stop()
         if self._running is not None:
             await asyncio.wait({self._running})
-        self._let_go(list(self._recorded))
 
     def _start(self) -> asyncio.Task[None]:
         if self._running is None:
             self._running = asyncio.create_task(self._dispatcher.run())
+            self._running.add_done_callback(self._ended)
         return self._running
 
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        """Tell those who wait for their acknowledgement that it was not recorded."""
+        for waiting in self._recorded.values():
+            waiting.set_exception(StoreUnavailableError(NOT_RECORDED))
+            waiting.exception()  # the reader may have stopped waiting
+        self._recorded.clear()
+
     async def _hand_out(self, message: Message) -> Outcome:
-        decided: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        decided: asyncio.Future[Outcome] = loop.create_future()
 
         async def settle(outcome: Outcome) -> None:
-            recorded = self._recorded[message.id] = asyncio.get_running_loop().create_future()
-            if not decided.done():
-                decided.set_result(outcome)
-                await recorded
+            if decided.done():
+                raise StoreUnavailableError(NOT_RECORDED)
+            recorded = self._recorded[message.id, message.token] = loop.create_future()
+            decided.set_result(outcome)
+            # The reader may stop waiting; the outcome is recorded all the same.
+            await asyncio.shield(recorded)
 
         self._ready.put_nowait(Delivery(message, settle))
         return await decided
 
     def _settled(self, settlements: Sequence[Settlement]) -> None:
-        self._let_go([settlement.claim.message.id for settlement in settlements])
-
-    def _let_go(self, identities: Sequence[UUID]) -> None:
-        for identity in identities:
-            recorded = self._recorded.pop(identity, None)
-            if recorded is not None and not recorded.done():
+        for settlement in settlements:
+            message = settlement.claim.message
+            recorded = self._recorded.pop((message.id, message.token), None)
+            if recorded is not None:
                 recorded.set_result(None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from .message import Message
 from .retry import Delay
@@ -11,6 +12,8 @@ from .store import Dead, Delivered, Outcome, Release, Retry
 
 __all__ = ["Verdict", "judge"]
 
+#: Databases have limits, and so has patience.
+MAX_DELAY = timedelta(days=366)
 NO_ANSWER = "PublishUnknownError: no answer came in time; the message may have been delivered"
 
 
@@ -36,6 +39,7 @@ def judge(
     Where nothing is known of a message, other messages decide: if its topic answered for any of them, the message
     failed; if it was silent, the topic is down and no attempt is spent.
     """
+    answers = [_clean(answer) for answer in answers]
     alive = frozenset(
         message.topic
         for message, answer in zip(messages, answers, strict=True)
@@ -61,8 +65,32 @@ def judge(
 def _outcome(message: Message, answer: Outcome | None, *, is_alive: bool, backoff: Delay, max_attempts: int) -> Outcome:
     if answer is None:
         answer = Retry(NO_ANSWER) if is_alive else Release()
+    if isinstance(answer, Release) and is_alive:
+        # A part of the destination is down, and the rest goes on: without a pause this would come again at once.
+        return Release(answer.delay or backoff(1))
     if not isinstance(answer, Retry):
         return answer
     if message.attempt >= max_attempts:
         return Dead(answer.error)
     return Retry(answer.error, backoff(message.attempt) if answer.delay is None else answer.delay)
+
+
+def _clean(answer: object) -> Outcome | None:
+    """Return an answer that every store can record, whatever an untyped publisher says."""
+    match answer:
+        case None | Delivered():
+            return answer
+        case Release(delay):
+            return Release(_clamped(delay) or timedelta(0))
+        case Dead(error):
+            return Dead(str(error))
+        case Retry(error, delay):
+            return Retry(str(error), _clamped(delay))
+        case _:
+            return Retry(f"the publisher answered with a {type(answer).__name__}, which is no outcome")
+
+
+def _clamped(delay: object) -> timedelta | None:
+    if not isinstance(delay, timedelta):
+        return None
+    return min(max(delay, timedelta(0)), MAX_DELAY)

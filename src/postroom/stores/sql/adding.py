@@ -20,7 +20,7 @@ class Adding(Wording):
     def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
         """Insert messages in the caller's transaction; tell of each whether it is new."""
         if strict_order:
-            yield from self._lock_keys(additions)
+            yield from self.lock_keys(additions)
         result = yield self._insert(additions)
         return (yield from self._outcome(additions, {self.to_uuid(row[0]) for row in result.rows}))
 
@@ -56,7 +56,7 @@ class Adding(Wording):
     def _insert(self, additions: Sequence[Addition]) -> Statement:
         raise NotImplementedError
 
-    def _lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
+    def lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
         """Take the lock of every key, so that messages of one key get their place in commit order."""
         raise NotImplementedError
 

@@ -28,6 +28,8 @@ class Walk:
 
     topic: str = ""
     key: str = ""
+    #: Whether the next claim begins with it, because the one before saw too little of what is due.
+    is_due: bool = False
 
 
 class Claiming(Wording):

@@ -39,17 +39,18 @@ class Dialect(Adding, Claiming, Settling):
     def sweep(self, namespace: str, terms: ClaimTerms) -> Script[int]:
         """Bury messages without an attempt left."""
         count = 0
-        for text, reason in self._hopeless:
+        for text, reason, still in self._hopeless:
             found = yield self.query(text, namespace=namespace, max_attempts=terms.max_attempts)
             if found.rows:
                 buried = yield self.sql(
-                    """
-                    UPDATE {outbox}
-                    SET status = 'dead', locked_by = NULL, locked_until = NULL, updated_at = {now},
+                    f"""
+                    UPDATE {{outbox}}
+                    SET status = 'dead', locked_by = NULL, locked_until = NULL, updated_at = {{now}},
                         last_error = COALESCE(:reason, last_error, 'no attempts left')
-                    WHERE id IN :ids
+                    WHERE id IN :ids AND attempts >= :max_attempts AND {still}
                     """,
                     ids=[row[0] for row in found.rows],
+                    max_attempts=terms.max_attempts,
                     reason=reason,
                 )
                 count += buried.count
@@ -68,11 +69,15 @@ class Dialect(Adding, Claiming, Settling):
             ORDER BY next_attempt_at, seq LIMIT {CHUNK}) AS front
         WHERE attempts >= :max_attempts
         """
-    #: What finds messages without an attempt left, and why they are dead if they do not say it themselves.
-    _hopeless: ClassVar[tuple[tuple[str, str | None], ...]] = (
-        (_crashed, LEASE_RAN_OUT),
-        (_spent.replace("{lane}", "{loose}"), None),
-        (_spent.replace("{lane}", "{ordered}"), None),
+    # Asked again when the row is changed: meanwhile a dispatcher that allows more attempts may have claimed it. States
+    # are named by what they are not, so that the row is found by its id and by nothing else.
+    _is_crashed: ClassVar[str] = "status NOT IN ('pending', 'delivered', 'dead') AND locked_until < {now}"
+    _is_spent: ClassVar[str] = "status NOT IN ('processing', 'delivered', 'dead') AND next_attempt_at <= {now}"
+    #: What finds messages without an attempt left, why they are dead if they do not say it, and what must still hold.
+    _hopeless: ClassVar[tuple[tuple[str, str | None, str], ...]] = (
+        (_crashed, LEASE_RAN_OUT, _is_crashed),
+        (_spent.replace("{lane}", "{loose}"), None, _is_spent),
+        (_spent.replace("{lane}", "{ordered}"), None, _is_spent),
     )
 
     def purge(self, namespace: str, older_than: timedelta, limit: int) -> Statement:

@@ -140,7 +140,8 @@ class SQLStore:
         # The lanes take turns at going first, so that a full one cannot starve the other.
         for lane in (self._turn % 2, (self._turn + 1) % 2):
             rows += yield from self._claim_lane(limit - len(rows), terms, keyed=lane == 0)
-            if len(rows) == limit:
+            # Without a transaction around them, what one statement took is lost to us if the next one fails.
+            if len(rows) == limit or (rows and not self._dialect.atomic):
                 break
         if rows:
             return rows, False

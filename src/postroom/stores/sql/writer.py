@@ -42,9 +42,12 @@ def _dialect(name: str, table: str, schema: str | None) -> Dialect:
 def _script(dialect: Dialect, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
     if len(additions) == 1:
         return (yield from dialect.add(additions, strict_order=strict_order))
+    if strict_order:
+        # All at once: chunks that lock in turns could wait for the chunks of another add, and it for them.
+        yield from dialect.lock_keys(additions)
     added: list[Added] = []
     for chunk in _chunks(additions):
-        added += yield from dialect.add(chunk, strict_order=strict_order)
+        added += yield from dialect.add(chunk, strict_order=False)
     return _first_of_each(added) if any(addition.given for addition in additions) else added
 
 

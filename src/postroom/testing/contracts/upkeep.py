@@ -33,7 +33,8 @@ class UpkeepContract:
     async def test_the_sweep_buries_a_message_whose_last_lease_ran_out(self, harness: StoreHarness) -> None:
         """S2-28, S2-45, G2, G9: it is counted once and says why; nothing is left in between."""
         await harness.add(numbered(1), numbered(2, key="a"))
-        await harness.store.claim(10, ONE)
+        for _ in range(2):  # since a claim need not bring messages with a key and without one together
+            await harness.store.claim(10, ONE)
         await harness.advance(MINUTE)
 
         counts = [await harness.store.sweep(ONE), await harness.store.sweep(ONE)]

@@ -62,7 +62,7 @@ class MySQL(Dialect):
 
     def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
         if strict_order:
-            yield from self._lock_keys(additions)
+            yield from self.lock_keys(additions)
         there = yield from self._ids_there([a.message.id for a in additions if a.given])
         yield self._insert(additions)
         # The row count does not tell what was added: it depends on a flag of the caller's connection.
@@ -108,7 +108,7 @@ class MySQL(Dialect):
             **params,
         )
 
-    def _lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
+    def lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
         messages = [addition.message for addition in additions]
         numbers = {lock_number(m.namespace, m.topic, m.key) % _LOCKS for m in messages if m.key is not None}
         for number in sorted(numbers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -66,7 +66,7 @@ class PostgreSQL(Dialect):
         if len(additions) > 1 and not alike:
             return (yield from super().add(additions, strict_order=strict_order))
         if strict_order:
-            yield from self._lock_keys(additions)
+            yield from self.lock_keys(additions)
         # Here a producer without the right to read can add, since no row is asked for.
         if alike:
             yield self._insert_new(additions)
@@ -124,7 +124,7 @@ class PostgreSQL(Dialect):
         WHERE namespace = :namespace::text AND topic = ANY (:topics::text[]) AND dedupe_key = ANY (:keys::text[])
         """
 
-    def _lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
+    def lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
         messages = [addition.message for addition in additions]
         numbers = {lock_number(m.namespace, m.topic, m.key) for m in messages if m.key is not None}
         if numbers:
@@ -141,16 +141,26 @@ class PostgreSQL(Dialect):
         return claimed.rows
 
     def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
-        params = {**self._claiming(namespace, terms), "window": WINDOW * limit, "run": min(RUN, limit)}
-        seen = yield self.query(self._claim_seen, limit=limit, **params)
+        params = {**self._claiming(namespace, terms), "limit": limit, "window": WINDOW * limit, "run": min(RUN, limit)}
+        was_due, walk.is_due = walk.is_due, False
+        if was_due:
+            walked = yield from self._walk(params, walk)
+            if walked:
+                return walked
+        seen = yield self.query(self._claim_seen, **params)
         claimed = [row for row in seen.rows if row[0] is not None]
-        if len(claimed) == limit or not seen.rows[0][_MARK]:
-            return claimed
         # Followers of keys that wait may fill the whole window; behind them there may be keys that could go.
-        begin = {"from_topic": walk.topic, "from_key": walk.key}
-        walked = yield self.query(self._claim_walked, limit=limit - len(claimed), **begin, **params)
+        is_clogged = seen.rows[0][_MARK] and len(claimed) < limit
+        if is_clogged and not claimed and not was_due:
+            return (yield from self._walk(params, walk))
+        # What is claimed is committed: another statement that failed would leave it to nobody until its lease ends.
+        walk.is_due = is_clogged
+        return claimed
+
+    def _walk(self, params: Mapping[str, Any], walk: Walk) -> Script[list[Row]]:
+        walked = yield self.query(self._claim_walked, from_topic=walk.topic, from_key=walk.key, **params)
         walk.topic, walk.key = walked.rows[0][_MARK:]
-        return [*claimed, *(row for row in walked.rows if row[0] is not None)]
+        return [row for row in walked.rows if row[0] is not None]
 
     def claim_suspect(self, namespace: str, terms: ClaimTerms) -> Script[Sequence[Row]]:
         claimed = yield self.query(self._claim_suspect, **self._claiming(namespace, terms))
@@ -265,11 +275,14 @@ class PostgreSQL(Dialect):
                 ORDER BY topic, {{key}} LIMIT 1)
                 LIMIT 1) AS next
             WHERE walked.step < :window::bigint
-              AND (walked.lap + next.lap = 0 OR (next.topic, next.{{key}}) <= (:from_topic, :from_key))
+              -- Once around is enough, also from the last key, after which every key comes before it.
+              AND (walked.lap + next.lap = 0
+                   OR (walked.lap + next.lap = 1 AND (next.topic, next.{{key}}) <= (:from_topic, :from_key)))
         ), mark AS (
             SELECT topic, {{key}} FROM walked ORDER BY step DESC LIMIT 1
         ), keys AS MATERIALIZED (
-            SELECT topic, {{key}}, step AS turn FROM walked WHERE step > 0
+            -- A key that came twice would be planned twice, and then a gap in it would not be seen.
+            SELECT topic, {{key}}, min(step) AS turn FROM walked WHERE step > 0 GROUP BY topic, {{key}}
         ), {runs}
         """
 
@@ -374,13 +387,13 @@ class PostgreSQL(Dialect):
 
     def sweep(self, namespace: str, terms: ClaimTerms) -> Script[int]:
         count = 0
-        for text, reason in self._hopeless:
+        for text, reason, still in self._hopeless:
             buried = yield self.sql(
                 f"""
                 UPDATE {{outbox}}
                 SET status = 'dead', locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp(),
                     last_error = COALESCE(:reason::text, last_error, 'no attempts left')
-                WHERE id = ANY (ARRAY({text})) AND attempts >= :max_attempts AND status <> 'delivered'
+                WHERE id = ANY (ARRAY({text})) AND attempts >= :max_attempts AND {still}
                 """,
                 namespace=namespace,
                 max_attempts=terms.max_attempts,

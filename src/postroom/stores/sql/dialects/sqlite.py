@@ -54,7 +54,7 @@ class SQLite(Dialect):
             **params,
         )
 
-    def _lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
+    def lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
         """Do nothing: the one writer gives out ``seq`` and commits before the next may write."""
         yield from ()
 

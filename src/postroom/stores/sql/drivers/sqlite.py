@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from ....errors import StoreError, StoreTimeoutError, StoreUnavailableError
+from ....errors import StoreContentionError, StoreError, StoreTimeoutError, StoreUnavailableError
 from ..errors import sqlite_error
 from ..statement import Result, Script, Statement, run
 
@@ -74,13 +75,26 @@ class SQLiteDriver:
         connection = sqlite3.connect(self._path, timeout=self._busy_timeout.total_seconds(), isolation_level=None)
         try:
             if self._wal:
-                connection.execute("PRAGMA journal_mode = WAL")
+                self._write_ahead(connection)
             # A commit must survive the loss of power, which WAL alone does not promise.
             connection.execute("PRAGMA synchronous = FULL")
         except sqlite3.Error:
             connection.close()
             raise
         return connection
+
+    def _write_ahead(self, connection: sqlite3.Connection) -> None:
+        """Switch to write-ahead logging, waiting for others who do: SQLite itself does not wait here."""
+        deadline = time.monotonic() + self._busy_timeout.total_seconds()
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                if sqlite_error(error.sqlite_errorname) is not StoreContentionError or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)  # on the thread of the store, where nothing else could run
+            else:
+                return
 
     def _transact(self, connection: sqlite3.Connection, script: Script[T]) -> T:
         # The write lock comes first: a transaction that reads and then writes would fail as "locked", not wait.
