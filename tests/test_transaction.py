@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import asyncpg
 import pytest
@@ -178,9 +178,9 @@ class Order(Base):
 
     __tablename__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
-    version: Mapped[int]
+    version: Mapped[int] = mapped_column()
     name: Mapped[str]
-    __mapper_args__: ClassVar[dict[str, Any]] = {"version_id_col": version}
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 -- as its base declares it
 
 
 def refuse(*_: object) -> None:

@@ -29,7 +29,11 @@ class Delivery:
         return self._outcome
 
     async def ack(self) -> None:
-        """Say that the message is done; when this returns, it is recorded or the lease was lost."""
+        """Say that the message is done; when this returns, it is recorded or the lease was lost.
+
+        Raises:
+            StoreUnavailableError: Nobody is there any more to record it; the message will come again.
+        """
         await self._once(Delivered())
 
     async def nack(self, error: str = "nack", *, delay: timedelta | None = None) -> None:

@@ -252,7 +252,7 @@ class Dispatcher:
                 self._idle = SHORTEST_IDLE
             elif until_idle and not self._custody:
                 return
-            if len(claims or ()) < limit:
+            else:
                 await self._rest()
 
     async def _claim(self, limit: int, terms: ClaimTerms) -> list[Claim] | None:

@@ -34,13 +34,13 @@ async def persist(
     Survives errors of the kind ``only`` and calls that take longer than ``deadline`` seconds, and tells of them.
     """
     never = asyncio.Event()
-    kinds = only if isinstance(only, tuple) else (only,)
+    survived: tuple[type[Exception], ...] = (TimeoutError, *(only if isinstance(only, tuple) else (only,)))
     failures = 0
     while until is None or not until.is_set():
         try:
             async with asyncio.timeout(deadline):
                 result = await call()
-        except (*kinds, TimeoutError) as error:
+        except survived as error:
             failures += 1
             tell(events.StoreFailed(operation, describe(error)))
             with suppress(TimeoutError):

@@ -170,7 +170,7 @@ class Store(Protocol):
         ...
 
     async def sweep(self, terms: ClaimTerms) -> int:
-        """Make messages dead that have no attempt left, and free keys that wait for nothing; count the dead."""
+        """Make messages dead that have no attempt left; return how many."""
         ...
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:

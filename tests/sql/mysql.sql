@@ -201,7 +201,8 @@ ORDER BY locked_until LIMIT 1000 FOR UPDATE SKIP LOCKED;
 UPDATE `postroom_outbox`
 SET status = 'dead', locked_by = NULL, locked_until = NULL, updated_at = UTC_TIMESTAMP(6),
 last_error = COALESCE(:reason, last_error, 'no attempts left')
-WHERE id IN :ids;
+WHERE id IN :ids AND attempts >= :max_attempts AND status NOT IN ('pending', 'delivered', 'dead')
+  AND locked_until < UTC_TIMESTAMP(6);
 
 -- sweep
 SELECT id FROM (

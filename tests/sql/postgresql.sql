@@ -230,11 +230,14 @@ WITH RECURSIVE walked AS (
             ORDER BY topic, "key" LIMIT 1)
         LIMIT 1) AS next
     WHERE walked.step < :window::bigint
-    AND (walked.lap + next.lap = 0 OR (next.topic, next."key") <= (:from_topic, :from_key))
+    -- Once around is enough, also from the last key, after which every key comes before it.
+    AND (walked.lap + next.lap = 0
+        OR (walked.lap + next.lap = 1 AND (next.topic, next."key") <= (:from_topic, :from_key)))
 ), mark AS (
     SELECT topic, "key" FROM walked ORDER BY step DESC LIMIT 1
 ), keys AS MATERIALIZED (
-    SELECT topic, "key", step AS turn FROM walked WHERE step > 0
+    -- A key that came twice would be planned twice, and then a gap in it would not be seen.
+    SELECT topic, "key", min(step) AS turn FROM walked WHERE step > 0 GROUP BY topic, "key"
 ),
 heads AS MATERIALIZED (
     SELECT keys.topic, keys."key"
@@ -381,7 +384,7 @@ WHERE id = ANY (ARRAY(
         SELECT id FROM "postroom_outbox"
         WHERE namespace = :namespace AND status = 'processing' AND locked_until < now() AND attempts >= :max_attempts
         ORDER BY locked_until LIMIT 1000 FOR UPDATE SKIP LOCKED
-)) AND attempts >= :max_attempts AND status <> 'delivered';
+)) AND attempts >= :max_attempts AND status NOT IN ('pending', 'delivered', 'dead') AND locked_until < now();
 
 -- sweep
 UPDATE "postroom_outbox"
@@ -393,7 +396,7 @@ WHERE id = ANY (ARRAY(
             WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending' AND next_attempt_at <= now()
             ORDER BY next_attempt_at, seq LIMIT 1000) AS front
         WHERE attempts >= :max_attempts
-)) AND attempts >= :max_attempts AND status <> 'delivered';
+)) AND attempts >= :max_attempts AND status NOT IN ('processing', 'delivered', 'dead') AND next_attempt_at <= now();
 
 -- sweep
 UPDATE "postroom_outbox"
@@ -405,7 +408,7 @@ WHERE id = ANY (ARRAY(
             WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending' AND next_attempt_at <= now()
             ORDER BY next_attempt_at, seq LIMIT 1000) AS front
         WHERE attempts >= :max_attempts
-)) AND attempts >= :max_attempts AND status <> 'delivered';
+)) AND attempts >= :max_attempts AND status NOT IN ('processing', 'delivered', 'dead') AND next_attempt_at <= now();
 
 -- purge
 DELETE FROM "postroom_outbox"

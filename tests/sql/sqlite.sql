@@ -235,7 +235,8 @@ UPDATE "postroom_outbox"
 SET status = 'dead', locked_by = NULL, locked_until = NULL,
   updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER),
 last_error = COALESCE(:reason, last_error, 'no attempts left')
-WHERE id IN :ids;
+WHERE id IN :ids AND attempts >= :max_attempts AND status NOT IN ('pending', 'delivered', 'dead')
+  AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER);
 
 -- sweep
 SELECT id FROM (

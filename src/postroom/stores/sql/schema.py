@@ -41,6 +41,10 @@ class Schema:
         """Return what must stand before the tables."""
         return ()
 
+    def take_time(self) -> Script[None]:
+        """Let this transaction take longer than a call of the store; by default nothing on the server ends it."""
+        yield from ()
+
     def lock(self) -> Script[None]:
         """Keep other runs of `apply` waiting; by default the transaction does."""
         yield from ()
@@ -51,6 +55,7 @@ class Schema:
 
     def apply(self) -> Script[bool]:
         """Create what is missing; tell whether anything was. Safe to run twice, and to run at once."""
+        yield from self.take_time()
         yield from self.lock()
         try:
             found = yield from self.current()
@@ -93,6 +98,7 @@ class Schema:
 
     def check(self) -> Script[list[str]]:
         """Return every difference between what is there and what should be, as sentences."""
+        yield from self.take_time()
         version = yield from self.current()
         found = yield from self.describe()
         wanted = yield from self.wanted()

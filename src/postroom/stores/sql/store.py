@@ -237,7 +237,7 @@ class PostgresStore(SQLStore):
         place = Place.parse(dsn, schemes=("postgresql", "postgres"))
         super().__init__(
             PostgresSchema(PostgreSQL(Names(table=table, schema=schema))),
-            _postgres_driver(driver, place, connections),
+            _postgres_driver(driver, place, connections, timeout),
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
@@ -380,15 +380,15 @@ class SQLiteStore(SQLStore):
             connection.commit()  # of the transaction that sqlite3 opens by itself before an INSERT
 
 
-def _postgres_driver(name: Literal["asyncpg", "psycopg"], place: Place, connections: int) -> Driver:
+def _postgres_driver(name: Literal["asyncpg", "psycopg"], place: Place, connections: int, timeout: timedelta) -> Driver:
     if name == "asyncpg":
         from .drivers.asyncpg import AsyncpgDriver  # noqa: PLC0415 -- an extra
 
-        return AsyncpgDriver(place, size=connections)
+        return AsyncpgDriver(place, size=connections, timeout=timeout)
     if name == "psycopg":
         from .drivers.psycopg import PsycopgDriver  # noqa: PLC0415 -- an extra
 
-        return PsycopgDriver(place, size=connections)
+        return PsycopgDriver(place, size=connections, timeout=timeout)
     raise ConfigurationError(f"no driver {name!r} for PostgreSQL; use 'asyncpg' or 'psycopg'")
 
 

@@ -24,6 +24,8 @@ _WAITING: Final = "postroom_wake"
 _PROBE: Final = "SELECT 1"
 #: MySQL's "got error during COMMIT", which does not tell on which side of it.
 _DURING_COMMIT: Final = 1180
+#: Whose errors come from the connection.
+_DRIVERS: Final = frozenset({"asyncpg", "psycopg", "asyncmy", "pymysql", "aiomysql", "sqlite3"})
 _logger = logging.getLogger("postroom")
 
 
@@ -70,6 +72,8 @@ async def _asyncpg(pool: Foreign) -> AsyncGenerator[Foreign]:
 async def _sqlalchemy(opened: Foreign) -> AsyncGenerator[Foreign]:
     async with opened as connection:  # closing it rolls back
         yield connection
+        if hasattr(connection, "flush"):
+            await connection.flush()  # what fails here has nothing to do with the COMMIT
         if connection.in_transaction():
             with _aborted_is_told():
                 await connection.run_sync(_probe)
@@ -113,6 +117,8 @@ def _of_the_driver(error: Exception) -> Exception:
 
 def _was_refused(error: Exception) -> bool:
     cause = _of_the_driver(error)
+    if cause is error and not isinstance(error, OSError | EOFError) and not _is_of_a_driver(error):
+        return True  # by a hook of the caller's
     if getattr(error, "connection_invalidated", False) or isinstance(cause, OSError | EOFError):
         return False
     if isinstance(cause, sqlite3.Error):
@@ -122,6 +128,10 @@ def _was_refused(error: Exception) -> bool:
         return number != _DURING_COMMIT and mysql_error(number) is not StoreUnavailableError
     state: str | None = getattr(cause, "sqlstate", None)
     return state is not None and postgres_error(state) is not StoreUnavailableError
+
+
+def _is_of_a_driver(error: Exception) -> bool:
+    return any(base.__module__.partition(".")[0] in _DRIVERS for base in type(error).__mro__)
 
 
 def hint(wake: Wake) -> None:

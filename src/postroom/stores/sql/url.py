@@ -46,7 +46,7 @@ class Place:
             password=unquote(parts.password) if parts.password else None,
             database=unquote(parts.path.lstrip("/")),
             dsn=parts._replace(scheme=scheme).geturl(),
-            options=tuple(parse_qsl(parts.query)),
+            options=tuple(parse_qsl(parts.query, keep_blank_values=True)),
         )
 
     @property

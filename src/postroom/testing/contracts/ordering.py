@@ -286,21 +286,6 @@ class OrderingContract:
         assert len(dict(holders)) == len(set(holders))
         return [claim for batch in batches for claim in batch]
 
-    async def test_claims_at_the_same_time_never_overtake_within_one_long_line(self, harness: StoreHarness) -> None:
-        """G6, G4: more of one key stands in front than a claim looks at, so that every claim looks elsewhere too."""
-        await harness.add(*[numbered(n, key="a") for n in range(60)])
-        stores = [harness.store, await harness.another()]
-        delivered: list[int] = []
-
-        for _ in range(60):
-            claims = await self._claim_at_once(stores)
-            delivered += numbers(claims)
-            await stores[0].settle([Settlement(claim, Delivered()) for claim in claims])
-            if len(delivered) == 60:
-                break
-
-        assert delivered == list(range(60))
-
     async def test_a_retry_among_claims_at_the_same_time_stays_in_front(self, harness: StoreHarness) -> None:
         """G6: with failures and releases in between, first deliveries keep the order of arrival."""
         await harness.add(*[numbered(n, key=f"k{n % 3}") for n in range(30)])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Any
 
-from ....errors import MissingExtraError, StoreError, StoreUnavailableError
+from ....errors import ConfigurationError, MissingExtraError, StoreError, StoreUnavailableError
 from ..driver import NetworkDriver
 from ..errors import mysql_error
 from ..statement import Result, Statement
@@ -36,6 +37,8 @@ class AsyncmyDriver(NetworkDriver[Any]):
             # In the default isolation claims would lock gaps, and so hold up producers.
             "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
         }
+        if _wants_tls(place):
+            self._options["ssl"] = ssl.create_default_context()
 
     async def connect(self) -> Any:  # noqa: ANN401
         return await asyncmy.connect(**self._options)  # pyright: ignore[reportUnknownMemberType] -- it has no types
@@ -54,3 +57,14 @@ class AsyncmyDriver(NetworkDriver[Any]):
             return mysql_error(error.args[0])
         unreachable = isinstance(error, OSError | EOFError | asyncmy_errors.MySQLError)
         return StoreUnavailableError if unreachable else StoreError
+
+
+def _wants_tls(place: Place) -> bool:
+    """Read the options of a URL; none is passed over, since it may be the one that asks for encryption."""
+    unknown = sorted({name for name, _ in place.options if name != "ssl"})
+    if unknown:
+        raise ConfigurationError(f"{place}: unknown options {', '.join(unknown)}; the one that is known is ssl=true")
+    value = dict(place.options).get("ssl", "false").lower()
+    if value not in {"true", "false"}:
+        raise ConfigurationError(f"{place}: the option ssl must be true or false")
+    return value == "true"

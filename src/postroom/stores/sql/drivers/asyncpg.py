@@ -9,7 +9,7 @@ from typing import Any
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
 from ..driver import NetworkDriver
-from ..errors import SETTINGS, postgres_error
+from ..errors import postgres_error, session_settings
 from ..statement import Result, Statement
 from ..url import Place
 
@@ -24,8 +24,11 @@ __all__ = ["AsyncpgDriver"]
 class AsyncpgDriver(NetworkDriver["asyncpg.Connection[asyncpg.Record]"]):
     """Connections of asyncpg."""
 
-    def __init__(self, place: Place, *, size: int = 5, statement_cache_size: int = 100) -> None:
+    def __init__(
+        self, place: Place, *, size: int = 5, statement_cache_size: int = 100, timeout: timedelta | None = None
+    ) -> None:
         super().__init__(place, size=size)
+        self._settings = session_settings(timeout)
         self._dsn = place.dsn
         self._cache = statement_cache_size
 
@@ -35,8 +38,8 @@ class AsyncpgDriver(NetworkDriver["asyncpg.Connection[asyncpg.Record]"]):
         try:
             await connection.execute(
                 "SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS t(name, value)",
-                list(SETTINGS),
-                list(SETTINGS.values()),
+                list(self._settings),
+                list(self._settings.values()),
             )
         except BaseException:
             connection.terminate()

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
 from ..driver import NetworkDriver
-from ..errors import SETTINGS, postgres_error
+from ..errors import postgres_error, session_settings
 from ..statement import Result, Statement
 from ..url import Place
 
@@ -33,8 +33,9 @@ _REFUSALS = (
 class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
     """Async connections of psycopg."""
 
-    def __init__(self, place: Place, *, size: int = 5) -> None:
+    def __init__(self, place: Place, *, size: int = 5, timeout: timedelta | None = None) -> None:
         super().__init__(place, size=size)
+        self._settings = session_settings(timeout)
         self._dsn = place.dsn
 
     async def connect(self) -> psycopg.AsyncConnection[TupleRow]:
@@ -46,7 +47,7 @@ class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
         try:
             await connection.execute(
                 "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS t(name, value)",
-                (list(SETTINGS), list(SETTINGS.values())),
+                (list(self._settings), list(self._settings.values())),
             )
         except BaseException:
             self.abort(connection)

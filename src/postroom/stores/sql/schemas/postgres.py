@@ -113,6 +113,9 @@ class PostgresSchema(Schema):
         schema = self.dialect.names.schema
         return () if schema is None else (f'CREATE SCHEMA IF NOT EXISTS "{schema}"',)
 
+    def take_time(self) -> Script[None]:
+        yield self.dialect.query("SELECT set_config('statement_timeout', '0', true)")
+
     def lock(self) -> Script[None]:
         number = lock_number("postroom", "schema", self.dialect.names.table)
         yield self.dialect.query("SELECT pg_advisory_xact_lock(:number::bigint)", number=number)
