@@ -538,7 +538,7 @@ async def test_no_work_ever_changes_the_schema(room: Room) -> None:
         connection.execute("BEGIN IMMEDIATE") if isinstance(room, SQLiteRoom) else connection.cursor().execute("BEGIN")
         Outbox().add(connection, [Message(topic="t", payload=b"{}", key=key) for key in (None, "k")])
         connection.cursor().execute("COMMIT")
-    claims = await store.claim(10, TERMS)
+    claims = [*await store.claim(10, TERMS), *await store.claim(10, TERMS)]
     await store.settle([Settlement(claim, Delivered()) for claim in claims])
     await store.sweep(TERMS)
     await store.stats()

@@ -90,7 +90,7 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
         "extend leases": list(told(dialect.extend([CLAIM], timedelta(seconds=30)), states)),
         "sweep": list(told(dialect.sweep("shop", TERMS), [row])),
         "purge": [dialect.purge("shop", timedelta(days=7), 1000)],
-        "stats": list(told(dialect.stats("shop"), [(1,)], [(1,)], [(1,)], [(1,)], [(1,)], [(1.0,)])),
+        "stats": list(told(dialect.stats("shop"), [(1,) * 5], [(1.0,)])),
         "look at the server": [next(dialect.probe())],
     }
 

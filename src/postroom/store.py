@@ -151,6 +151,7 @@ class Store(Protocol):
     async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         """Lease up to ``limit`` messages, due first, to this caller alone.
 
+        A claim may bring fewer than there are; an empty one means that nothing can be claimed now.
         Due are pending messages whose time has come and those whose lease ran out, while they have attempts left.
         The claim is durable when this returns: the attempt is counted and the token has risen.
         Of one key only the head is taken, with as many of its direct followers as fit, in order.

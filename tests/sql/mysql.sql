@@ -224,24 +224,16 @@ WHERE namespace = :namespace AND status = 'delivered' AND delivered_at <= UTC_TI
 LIMIT :limit;
 
 -- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace AND status = 'pending'
-  AND ordered = 0 LIMIT 10000) AS counted;
-
--- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace AND status = 'pending'
-  AND ordered = 1 LIMIT 10000) AS counted;
-
--- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace
-  AND status = 'processing' LIMIT 10000) AS counted;
-
--- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace
-  AND status = 'delivered' LIMIT 10000) AS counted;
-
--- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace
-  AND status = 'dead' LIMIT 10000) AS counted;
+SELECT (SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace AND status = 'pending'
+  AND ordered = 0 LIMIT 10000) AS counted_0),
+(SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace AND status = 'pending'
+  AND ordered = 1 LIMIT 10000) AS counted_1),
+(SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace
+  AND status = 'processing' LIMIT 10000) AS counted_2),
+(SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace
+  AND status = 'delivered' LIMIT 10000) AS counted_3),
+(SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE namespace = :namespace
+  AND status = 'dead' LIMIT 10000) AS counted_4);
 
 -- stats
 SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), UTC_TIMESTAMP(6)) / 1000000 FROM `postroom_outbox`

@@ -418,24 +418,16 @@ WHERE id = ANY (ARRAY(
         ORDER BY delivered_at LIMIT :limit FOR UPDATE SKIP LOCKED));
 
 -- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace AND status = 'pending'
-  AND "key" IS NULL LIMIT 10000) AS counted;
-
--- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace AND status = 'pending'
-  AND "key" IS NOT NULL LIMIT 10000) AS counted;
-
--- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
-  AND status = 'processing' LIMIT 10000) AS counted;
-
--- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
-  AND status = 'delivered' LIMIT 10000) AS counted;
-
--- stats
-SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
-  AND status = 'dead' LIMIT 10000) AS counted;
+SELECT (SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace AND status = 'pending'
+  AND "key" IS NULL LIMIT 10000) AS counted_0),
+(SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace AND status = 'pending'
+  AND "key" IS NOT NULL LIMIT 10000) AS counted_1),
+(SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
+  AND status = 'processing' LIMIT 10000) AS counted_2),
+(SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
+  AND status = 'delivered' LIMIT 10000) AS counted_3),
+(SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE namespace = :namespace
+  AND status = 'dead' LIMIT 10000) AS counted_4);
 
 -- stats
 SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM "postroom_outbox"

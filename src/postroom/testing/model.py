@@ -79,7 +79,7 @@ class Model:
             assert self._heads(terms)[taken[0].line] is taken[0], "a suspect was claimed before its turn"
         else:
             self._check_runs(taken, terms)
-            if complete and len(claims) < limit:
+            if complete and not claims:
                 self._check_nothing_was_left(taken, terms)
         for row in taken:
             row.status, row.attempts, row.token, row.until = (

@@ -94,14 +94,16 @@ class Dialect(Adding, Claiming, Settling):
 
     def stats(self, namespace: str) -> Script[Stats]:
         """Count up to a ceiling, and find the oldest message that is due."""
+        # One statement, so that a message which changes its state meanwhile is counted once, and once only.
+        columns = [
+            f"(SELECT count(*) FROM (SELECT 1 AS one FROM {{outbox}} WHERE namespace = :namespace AND {where} "
+            f"LIMIT {CEILING}) AS counted_{number})"
+            for number, (_, where) in enumerate(self._counted)
+        ]
+        counted = yield self.query("SELECT " + ",\n".join(columns), namespace=namespace)
         counts: dict[str, int] = {}
-        for status, where in self._counted:
-            counted = yield self.query(
-                "SELECT count(*) FROM (SELECT 1 AS one FROM {outbox} "
-                f"WHERE namespace = :namespace AND {where} LIMIT {CEILING}) AS counted",
-                namespace=namespace,
-            )
-            counts[status] = min(counts.get(status, 0) + counted.rows[0][0], CEILING)
+        for (status, _), count in zip(self._counted, counted.rows[0], strict=True):
+            counts[status] = min(counts.get(status, 0) + count, CEILING)
         oldest = yield self.query(self._oldest, namespace=namespace)
         ages = [float(row[0]) for row in oldest.rows if row[0] is not None]
         return Stats(
