@@ -131,7 +131,8 @@ async def test_two_dispatchers_killed_at_random_lose_nothing_and_keep_order(post
         )
         for process in running:
             process.send_signal(signal.SIGTERM)
-        assert [await process.wait() for process in running] == [0, 0]
+        # One that was started a moment ago may not have set up its signal handler yet.
+        assert {await process.wait() for process in running} <= {0, -signal.SIGTERM}
     received = Received.read(journal)
     duplicates = len(received.lines) - len(received.ids())
     print(f"{kills} kills, {len(produced.ids())} messages, {duplicates} duplicates")  # noqa: T201 -- the figure
