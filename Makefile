@@ -13,6 +13,9 @@ PINNED := -c constraints.txt --build-constraint constraints.txt
 # `make demo SECONDS=10`. Some shells treat a variable of that name as a clock: keep it out of recipes.
 SECONDS ?=
 unexport SECONDS
+# `make chaos STORE=mariadb SEED=1`: which database, and which faults.
+STORE ?= postgres
+SEED ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -44,6 +47,14 @@ test: check ## Check, then run all tests on all cores with coverage.
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
+.PHONY: chaos
+chaos: setup ## Break things under load and check every promise; SECONDS=60 STORE=postgres SEED=1 say how.
+	@$(BIN)/python -m chaos --store $(STORE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
+
+.PHONY: bench
+bench: $(VENV)/.bench ## Measure against bare SQL and the peers; QUICK=1 takes three minutes, ONLY=postgres.add a part.
+	$(BIN)/python -m bench $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY))
+
 .PHONY: format
 format: setup ## Format the code and apply the safe fixes.
 	$(BIN)/ruff check --fix-only
@@ -63,7 +74,7 @@ constraints: ## Pin the newest allowed version of everything in constraints.txt.
 .PHONY: constraints.txt-anew
 constraints.txt-anew:
 	$(PIP_INSTALL) --upgrade pip
-	$(PIP_INSTALL) $(EVERYTHING)
+	$(PIP_INSTALL) $(EVERYTHING) --group bench
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable --exclude setuptools; } > $(VENV)/constraints.txt
 	cp $(VENV)/constraints.txt constraints.txt
 
@@ -87,3 +98,7 @@ $(VENV)/.full: $(VENV)/.pip pyproject.toml scripts/setup-servers
 	$(PIP_INSTALL) $(EVERYTHING) $(PINNED)
 	scripts/setup-servers
 	@touch $(VENV)/.runtime $@
+
+$(VENV)/.bench: $(VENV)/.full
+	$(PIP_INSTALL) $(EVERYTHING) --group bench $(PINNED)
+	@touch $@

@@ -17,7 +17,8 @@ import psycopg
 import pymysql
 import pytest
 
-from postroom.store import ClaimTerms, Delivered, Release, Settlement
+from postroom import Message
+from postroom.store import Claim, ClaimTerms, Delivered, Release, Settlement
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
 from postroom.stores.sql.claiming import Walk
 from postroom.stores.sql.dialect import Dialect
@@ -101,7 +102,8 @@ def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
     """Return what is run often, and which indexes it should use besides the primary key."""
     dialect = PostgreSQL(Names())
     walk = {"from_topic": "t", "from_key": "k5", "window": 4 * LIMIT, "run": 8, "limit": LIMIT}
-    settling = dialect.sql(dialect._keep, ids=[uuid4() for _ in range(LIMIT)], tokens=[1] * LIMIT)  # noqa: SLF001
+    alike = [Claim(Message(topic="t", payload=b"", token=1)) for _ in range(LIMIT)]
+    differing = [Claim(Message(topic="t", payload=b"", token=token)) for token in range(LIMIT)]
     walked = dialect.query(dialect._claim_walked, **walk, **dialect._claiming("default", TERMS))  # noqa: SLF001
     return {
         "loose": (next(dialect.claim_loose("default", LIMIT, TERMS)), {"leased", "ready"}),
@@ -111,7 +113,8 @@ def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
         ),
         "walked": (walked, {"keyed", "dead"}),
         "suspect": (next(dialect.claim_suspect("default", TERMS)), {"leased", "keyed", "dead"}),
-        "settle": (settling, set()),
+        "settle": (dialect._deliver(alike, keep=True), set()),  # noqa: SLF001
+        "settle different tokens": (dialect._deliver(differing, keep=True), set()),  # noqa: SLF001
         "purge": (dialect.purge("default", timedelta(days=7), 1000), {"delivered"}),
         "oldest": (dialect.query(dialect._oldest, namespace="default"), {"ready", "ready_keyed"}),  # noqa: SLF001
     }

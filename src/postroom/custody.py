@@ -23,11 +23,9 @@ _Key: TypeAlias = tuple[UUID, int]
 
 
 @dataclass(slots=True)
-class _Held:
-    claim: Claim
-    #: When the lease ends at the latest, in seconds of this process's monotonic clock.
+class _Lease:
+    #: When it ends at the latest, in seconds of this process's monotonic clock.
     expires: float
-    is_lost: bool = False
 
 
 class Custody:
@@ -38,7 +36,10 @@ class Custody:
         self._lease = lease
         self._tell = tell
         self._chunk = chunk
-        self._held: dict[_Key, _Held] = {}
+        #: What was claimed together has one lease.
+        self._held: dict[_Key, tuple[Claim, _Lease]] = {}
+        #: Claims that are known to be somebody else's by now.
+        self._lost: set[_Key] = set()
         self._unsettled: list[Settlement] = []
         self._arrived = asyncio.Event()
         #: Set whenever claims were settled.
@@ -52,24 +53,18 @@ class Custody:
 
     def hold(self, claims: Iterable[Claim], expires: float) -> None:
         """Take claims into custody."""
-        for claim in claims:
-            self._held[_key(claim.message)] = _Held(claim, expires)
-
-    def is_lost(self, message: Message) -> bool:
-        """Tell whether a claim is known to be somebody else's by now."""
-        held = self._held.get(_key(message))
-        return held is not None and held.is_lost
+        lease = _Lease(expires)
+        self._held.update([((claim.message.id, claim.message.token), (claim, lease)) for claim in claims])
 
     def is_safe(self, message: Message) -> bool:
         """Tell whether a claim is surely still ours, so that its message may be sent."""
         held = self._held.get(_key(message))
-        return held is None or not (held.is_lost or time.monotonic() > held.expires)
+        return held is None or not (_key(message) in self._lost or time.monotonic() > held[1].expires)
 
     def undecided(self, claims: Iterable[Claim]) -> list[Claim]:
         """Return the claims that are held and have no outcome yet."""
-        decided = {_key(settlement.claim.message) for settlement in self._unsettled}
-        held = [claim for claim in claims if _key(claim.message) in self._held]
-        return [claim for claim in held if _key(claim.message) not in decided and not self.is_lost(claim.message)]
+        open_keys = self._held.keys() - self._lost - {_key(settlement.claim.message) for settlement in self._unsettled}
+        return [claim for claim in claims if _key(claim.message) in open_keys]
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Have outcomes recorded, together with others that come at the same time."""
@@ -79,7 +74,7 @@ class Custody:
 
     def release_undecided(self) -> int:
         """Give back every claim whose outcome is not known; return how many there were."""
-        left = self.undecided([held.claim for held in self._held.values()])
+        left = self.undecided([claim for claim, _ in self._held.values()])
         self.settle([Settlement(claim, Release()) for claim in left])
         return len(left)
 
@@ -96,18 +91,29 @@ class Custody:
             self._arrived.clear()
             while self._unsettled:
                 settlements = self._unsettled[: self._chunk]
-                known = {_key(s.claim.message) for s in settlements if self.is_lost(s.claim.message)}
-                # A lost lease is never followed by a nack; a confirmed delivery is always worth recording.
-                worth = [s for s in settlements if _key(s.claim.message) not in known or s.outcome == Delivered()]
+                worth = self._worth_recording(settlements)
                 lost = await persist("settle", partial(self._store.settle, worth), self._tell)
                 del self._unsettled[: len(settlements)]
-                refused = {_key(claim.message) for claim in lost or ()}
-                self._record([s for s in worth if _key(s.claim.message) not in refused])
-                self._report_lost([s.claim for s in worth if _key(s.claim.message) in refused - known])
-                for settlement in settlements:
-                    self._held.pop(_key(settlement.claim.message), None)
+                self._end(settlements, worth, lost or ())
                 self.recorded(settlements)
                 self.progress.set()
+
+    def _worth_recording(self, settlements: Sequence[Settlement]) -> Sequence[Settlement]:
+        """Leave out lost claims: none is followed by a nack, but a confirmed delivery is always worth recording."""
+        if not self._lost:
+            return settlements
+        return [s for s in settlements if _key(s.claim.message) not in self._lost or s.outcome == Delivered()]
+
+    def _end(self, settlements: Sequence[Settlement], recorded: Sequence[Settlement], lost: Sequence[Claim]) -> None:
+        if lost:
+            refused = {_key(claim.message) for claim in lost}
+            recorded = [s for s in recorded if _key(s.claim.message) not in refused]
+            self._report_lost(claim for claim in lost if _key(claim.message) not in self._lost)
+        self._record(recorded)
+        for settlement in settlements:
+            message = settlement.claim.message
+            self._held.pop((message.id, message.token), None)
+        self._lost &= self._held.keys()
 
     def _record(self, settlements: Sequence[Settlement]) -> None:
         delivered = released = 0
@@ -146,19 +152,19 @@ class Custody:
         asked = time.monotonic()
         lease = self._lease.total_seconds()
         # What is being settled is not renewed: the answer could come after the settlement and look like a loss.
-        open_claims = self.undecided([held.claim for held in self._held.values()])
-        aging = {_key(claim.message): self._held[_key(claim.message)] for claim in open_claims}
-        aging = {key: held for key, held in aging.items() if held.expires - asked < lease * 0.7}
+        open_claims = self.undecided([claim for claim, _ in self._held.values()])
+        aging = [(claim, self._held[_key(claim.message)][1]) for claim in open_claims]
+        aging = [(claim, held) for claim, held in aging if held.expires - asked < lease * 0.7]
         if not aging:
             return
-        claims = [held.claim for held in aging.values()]
+        claims = [claim for claim, _ in aging]
         lost = await persist("extend", partial(self._store.extend, claims, self._lease), self._tell)
-        # What was settled meanwhile is not lost, it is done.
-        gone = {_key(claim.message) for claim in self.undecided(lost or ())}
-        for key, held in aging.items():
+        for _, held in aging:
             held.expires = asked + lease
-            held.is_lost = key in gone
-        self._report_lost(held.claim for held in aging.values() if held.is_lost)
+        # What was settled meanwhile is not lost, it is done.
+        gone = self.undecided(lost or ())
+        self._lost.update(_key(claim.message) for claim in gone)
+        self._report_lost(gone)
 
 
 def _key(message: Message) -> _Key:

@@ -52,6 +52,8 @@ class Destinations:
                 self._tell(events.BreakerClosed(topic))
         for topic in verdict.down:
             self._fail(topic, error)
+        if not probed:
+            return list(verdict.outcomes)
         return [
             Release(self._breakers[claim.message.topic].wait(time.monotonic()))
             if outcome == Release() and claim.message.topic in probed

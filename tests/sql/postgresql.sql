@@ -331,9 +331,7 @@ attempts, token, seq;
 UPDATE "postroom_outbox"
 SET status = 'delivered', delivered_at = clock_timestamp(), updated_at = clock_timestamp(),
 locked_by = NULL, locked_until = NULL, last_error = NULL
-WHERE id = ANY (:ids::uuid[])
-AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[])))
-AND status NOT IN ('pending', 'delivered');
+WHERE id = ANY (:ids::uuid[]) AND token = :token::bigint AND status NOT IN ('pending', 'delivered');
 
 -- settle, keeping what was delivered
 SELECT id, token, status FROM "postroom_outbox" WHERE id = ANY (:ids::uuid[]);
@@ -365,10 +363,7 @@ AS held(id, token, delay, error)
 WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status NOT IN ('pending', 'delivered', 'dead');
 
 -- settle, deleting what was delivered
-DELETE FROM "postroom_outbox"
-WHERE id = ANY (:ids::uuid[])
-AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[])))
-AND status NOT IN ('pending', 'delivered');
+DELETE FROM "postroom_outbox" WHERE id = ANY (:ids::uuid[]) AND token = :token::bigint AND status NOT IN ('pending', 'delivered');
 
 -- extend leases
 UPDATE "postroom_outbox" SET locked_until = (SELECT clock_timestamp()) + :duration::interval, updated_at = clock_timestamp()

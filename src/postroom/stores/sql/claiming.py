@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...errors import DecodeError
-from ...message import Message
+from ...message import Message, drafted
 from ...store import ClaimTerms
 from .statement import Row, Script
 from .wording import Wording
@@ -132,7 +132,7 @@ class Claiming(Wording):
         """Return the message of a claimed row; raise `DecodeError` if it is damaged."""
         try:
             headers = {} if row[6] in {"{}", b"{}"} else _headers(row[6])
-            return Message(
+            return drafted(
                 id=self.to_uuid(row[0]),
                 topic=row[1],
                 type=row[2],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import cast
 
 from ...broker import MAX_ERROR
 from ...store import Claim, Dead, Delivered, Release, Retry, Settlement
@@ -36,22 +37,19 @@ class Settling(Wording):
 
     def _settling(self, settlements: Sequence[Settlement], *, keep_delivered: bool) -> Script[None]:
         """Yield one statement for each kind of outcome."""
-        delivered = [s.claim for s in settlements if isinstance(s.outcome, Delivered)]
-        if delivered:
-            yield self._deliver(delivered, keep=keep_delivered)
-        retried = [
-            (s.claim, Retry(_storable(s.outcome.error), s.outcome.delay))
-            for s in settlements
-            if isinstance(s.outcome, Retry)
-        ]
-        if retried:
-            yield self._retry(retried)
-        dead = [(s.claim, _storable(s.outcome.error)) for s in settlements if isinstance(s.outcome, Dead)]
-        if dead:
-            yield self._bury(dead)
-        released = [(s.claim, s.outcome.delay) for s in settlements if isinstance(s.outcome, Release)]
-        if released:
-            yield self._release(released)
+        kinds: dict[type, list[Settlement]] = {}
+        for settlement in settlements:
+            kinds.setdefault(type(settlement.outcome), []).append(settlement)
+        if delivered := kinds.get(Delivered):
+            yield self._deliver([s.claim for s in delivered], keep=keep_delivered)
+        if retried := kinds.get(Retry):
+            outcomes = [cast("Retry", s.outcome) for s in retried]
+            storable = [Retry(_storable(outcome.error), outcome.delay) for outcome in outcomes]
+            yield self._retry([(s.claim, outcome) for s, outcome in zip(retried, storable, strict=True)])
+        if dead := kinds.get(Dead):
+            yield self._bury([(s.claim, _storable(cast("Dead", s.outcome).error)) for s in dead])
+        if released := kinds.get(Release):
+            yield self._release([(s.claim, cast("Release", s.outcome).delay) for s in released])
 
     def _deliver(self, claims: Sequence[Claim], *, keep: bool) -> Statement:
         text = (

@@ -268,6 +268,8 @@ class PostgresStore(SQLStore):
         """
         if self._loop is None:
             raise ConfigurationError("the store is not open; call `await store.open()` before notify()")
+        if self._hint is not None:
+            return  # one is about to be sent, and will tell of this as well
         with suppress(RuntimeError):  # the loop has been closed, and with it the store
             self._loop.call_soon_threadsafe(self._schedule_notify)
 

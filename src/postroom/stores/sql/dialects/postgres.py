@@ -312,16 +312,21 @@ class PostgreSQL(Dialect):
         WHERE id = ANY (:ids::uuid[])
           AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[])))
         """
-    _keep: ClassVar[str] = f"""
-        UPDATE {{outbox}}
+    #: The same for claims that have one token in common, as nearly all have.
+    held_alike: ClassVar[str] = "WHERE id = ANY (:ids::uuid[]) AND token = :token::bigint"
+    _keep: ClassVar[str] = """
+        UPDATE {outbox}
         SET status = 'delivered', delivered_at = clock_timestamp(), updated_at = clock_timestamp(),
             locked_by = NULL, locked_until = NULL, last_error = NULL
-        {held} AND status NOT IN ('pending', 'delivered')
         """
-    _delete: ClassVar[str] = f"DELETE FROM {{outbox}} {held} AND status NOT IN ('pending', 'delivered')"
+    _delete: ClassVar[str] = "DELETE FROM {outbox} "
 
     def _deliver(self, claims: Sequence[Claim], *, keep: bool) -> Statement:
-        return self.sql(self._keep if keep else self._delete, **_held(claims))
+        held = _held(claims)
+        are_alike = len(set(held["tokens"])) == 1
+        text = (self._keep if keep else self._delete) + (self.held_alike if are_alike else self.held)
+        params = {"ids": held["ids"], "token": held["tokens"][0]} if are_alike else held
+        return self.sql(text + " AND status NOT IN ('pending', 'delivered')", **params)
 
     changing: ClassVar[str] = """
         FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])

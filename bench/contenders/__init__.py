@@ -1,0 +1,1 @@
+"""Who is measured: postroom, bare SQL, and the peers, each in its best configuration."""

@@ -1,0 +1,94 @@
+"""postroom itself, with its defaults: batches of 500, four of them in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import asyncpg
+
+from postroom import Delivered, Dispatcher, Message, Outbox, Outcome
+from postroom.stores import PostgresStore, open_url
+from postroom.stores.sql.store import SQLStore
+
+from ..backlog import fill
+from ..contender import Arrivals, Drained, payload
+
+__all__ = ["Postroom", "contender"]
+
+
+class Sink:
+    """A publisher that does nothing but take note."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._payloads = arrivals.payloads
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome]:
+        self._payloads += [message.payload for message in messages]
+        return [Delivered()] * len(messages)
+
+
+class Postroom:
+    """A dispatcher over one of postroom's own stores."""
+
+    def __init__(self, dsn: str, *, keep: bool = False, batch: int = 500) -> None:
+        self.dsn = dsn
+        self.keep = keep
+        self.batch = batch
+
+    def store(self) -> SQLStore:
+        """Return the store, which keeps delivered messages if that was asked for."""
+        return cast("SQLStore", open_url(self.dsn, keep_delivered=timedelta(days=7) if self.keep else timedelta(0)))
+
+    async def prepare(self) -> None:
+        store = self.store()
+        await store.apply_schema()
+        await store.close()
+
+    async def fill(self, count: int, keys: int) -> None:
+        await fill(self.dsn, count, keys)
+
+    async def drain(self, count: int, keys: int) -> Drained:
+        arrivals = Arrivals(count, keys)
+        dispatcher = Dispatcher(self.store(), Sink(arrivals), batch=self.batch)
+        began = time.perf_counter()
+        await dispatcher.run(until_idle=True)
+        return arrivals.judged(time.perf_counter() - began)
+
+    async def latencies(self, count: int) -> Sequence[float]:
+        store = PostgresStore(self.dsn)
+        await store.open()
+        arrived = asyncio.Event()
+        moments: list[float] = []
+
+        async def publish(_: Message) -> None:
+            moments.append(time.perf_counter())
+            arrived.set()
+
+        dispatcher = Dispatcher(store, publish)
+        running = asyncio.create_task(dispatcher.run())
+        pool = await asyncpg.create_pool(self.dsn, min_size=1, max_size=1)
+        outbox = Outbox(wake=store.notify)
+        latencies: list[float] = []
+        for number in range(count):
+            await asyncio.sleep(random.uniform(0.005, 0.02))
+            arrived.clear()
+            async with outbox.transaction(pool) as connection:
+                await outbox.add(connection, payload(number), topic="orders")
+            committed = time.perf_counter()
+            await asyncio.wait_for(arrived.wait(), 10)
+            latencies.append(max(moments[-1] - committed, 0.0))
+        await dispatcher.stop()
+        await running
+        await pool.close()
+        await store.close()
+        return latencies
+
+
+def contender(dsn: str, **options: Any) -> Postroom:  # noqa: ANN401 -- as for every contender
+    """Return postroom at work on one database."""
+    return Postroom(dsn, **options)

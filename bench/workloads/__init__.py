@@ -1,0 +1,28 @@
+"""What is measured: each workload gives one or more rows of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from ..measure import Bench, Result
+from . import adding, claiming, dispatching, draining, latency
+
+__all__ = ["WORKLOADS", "Workload"]
+
+Workload: TypeAlias = Callable[[Bench], Iterator[Result]]
+
+#: By the beginning of the names of their results.
+WORKLOADS: dict[str, Workload] = {
+    "postgres.drain.": draining.loose,
+    "postgres.drain_ordered.": draining.ordered,
+    "sqlite.drain.": draining.sqlite,
+    "mariadb.drain.": draining.mariadb,
+    "postgres.add": adding.added,
+    "postgres.commit_rate.": adding.committed,
+    "postgres.latency.": latency.noticed,
+    "postgres.claim.": claiming.flat,
+    "postgres.held_snapshot.": claiming.held_snapshot,
+    "dispatcher.rss_growth": dispatching.memory,
+    "dispatcher.two_processes": dispatching.two_processes,
+}

@@ -1,0 +1,83 @@
+"""Whether a claim takes the same time however the table looks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..measure import Bench, Result
+
+__all__ = ["flat", "held_snapshot"]
+
+_TRIAL = "trials.claiming"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A table: so many due messages of a kind, and so many rows besides."""
+
+    due: str
+    count: int
+    besides: str
+    more: int
+
+
+_FEW = _Shape("loose", 1000, "", 0)
+_FEW_KEYED = _Shape("keyed", 1000, "", 0)
+#: The result, the shape, what it is compared with, the goal.
+_SHAPES = (
+    ("flat_1m", _Shape("loose", 0, "pending", 1_000_000), _FEW, 1.5),
+    ("flat_backed_off", _Shape("loose", 1000, "backed_off", 500_000), _FEW, 1.5),
+    ("flat_history", _Shape("loose", 1000, "history", 2_000_000), _FEW, 1.5),
+    ("flat_hot_key", _Shape("keyed", 0, "hot_key", 200_000), _Shape("keyed", 0, "hot_key", 1000), 2.0),
+    ("flat_blocked_key", _Shape("keyed", 1000, "blocked_key", 200_000), _FEW_KEYED, 2.0),
+    ("flat_many_keys", _Shape("keyed", 0, "many_keys", 200_000), _Shape("keyed", 0, "many_keys", 1000), 2.0),
+)
+
+
+def flat(bench: Bench) -> Iterator[Result]:
+    """Claims of 100 in large tables, over those in small ones; both tables are there, and take turns."""
+    scale = 20 if bench.quick else 1
+    claims = bench.size(60, 20)
+    large, small = bench.database("postgres"), bench.database("postgres")
+    for dsn in (large, small):
+        bench.call(_TRIAL, dsn, "prepare")
+    for name, shape, other, goal in _SHAPES:
+        for dsn, wanted, more in ((large, shape, shape.more // scale), (small, other, other.more)):
+            arguments = {"due": wanted.due, "count": wanted.count, "besides": wanted.besides, "more": more}
+            bench.call(_TRIAL, dsn, "shape", **arguments)
+        taken: dict[str, list[float]] = {large: [], small: []}
+        for _ in range(bench.rounds):
+            for dsn, times in taken.items():
+                times.append(bench.call(_TRIAL, dsn, "median", claims=claims))
+        times_large, times_small = statistics.median(taken[large]), statistics.median(taken[small])
+        yield Result(
+            name=f"postgres.claim.{name}",
+            value=times_large / times_small,
+            goal=goal,
+            better="lower",
+            detail=f"claim of 100: {times_large * 1e3:.2f} ms beside {shape.more // scale:,} rows, "
+            f"{times_small * 1e3:.2f} ms in a small table",
+        )
+
+
+def held_snapshot(bench: Bench) -> Iterator[Result]:
+    """Claims at 500 messages a second before, while and after a transaction is left open."""
+    dsn = bench.database("postgres")
+    bench.call("trials.snapshot", dsn, "prepare")
+    held = bench.size(60, 8)
+    around = bench.size(20, 4)
+    p99 = bench.call("trials.snapshot", dsn, "percentiles", before=around, held=held, after=around)
+    told = (
+        f"p99 of a claim: {p99['before'] * 1e3:.2f} ms before, {p99['held'] * 1e3:.2f} ms while open for {held} s, "
+        f"{p99['after'] * 1e3:.2f} ms after; {p99['claims']:,.0f} claims"
+    )
+    for name, goal, phase in (("p99_growth", 10.0, "held"), ("p99_after", 1.5, "after")):
+        yield Result(
+            name=f"postgres.held_snapshot.{name}",
+            value=p99[phase] / p99["before"],
+            goal=goal,
+            better="lower",
+            detail=told,
+        )

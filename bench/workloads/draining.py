@@ -1,0 +1,99 @@
+"""How fast a backlog is delivered to a publisher that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..measure import Bench, Entry, Result
+
+__all__ = ["loose", "mariadb", "ordered", "sqlite"]
+
+_US = Entry("contenders.postroom")
+_RAW = Entry("contenders.raw")
+
+
+def loose(bench: Bench) -> Iterator[Result]:
+    """Unordered messages in PostgreSQL: against bare SQL with the same history, and against the peers without one."""
+    count = bench.size(100_000, 10_000)
+    entries = {
+        "postroom": _US,
+        "raw": _RAW,
+        "faststream_outbox": Entry("contenders.faststream_outbox", {"flush": True}),
+        "pgqueuer": Entry("contenders.pgqueuer"),
+        "txoutbox": Entry("contenders.txoutbox"),
+        # Two hundred messages a second: the whole backlog would take ten minutes a round.
+        "procrastinate": Entry("contenders.procrastinate", share=0.01),
+    }
+    if not bench.quick:
+        entries["faststream_outbox, default"] = Entry("contenders.faststream_outbox", {"flush": False}, share=0.1)
+    race = bench.race(entries, "postgres", count=count)
+    kept = bench.race(
+        {"postroom": Entry("contenders.postroom", {"keep": True}), "raw": Entry("contenders.raw", {"keep": True})},
+        "postgres",
+        count=count,
+    )
+    yield Result(
+        name="postgres.drain.of_raw",
+        value=race.ratio("postroom", "raw"),
+        goal=0.7,
+        better="higher",
+        detail=f"{count:,} messages, nothing kept: {race.told('postroom', 'raw')}",
+    )
+    yield Result(
+        name="postgres.drain.of_raw_kept",
+        value=kept.ratio("postroom", "raw"),
+        goal=0.7,
+        better="higher",
+        detail=f"{count:,} messages, delivered ones kept: {kept.told('postroom', 'raw')}",
+    )
+    others = [name for name in entries if name not in {"postroom", "raw"}]
+    goals = {"faststream_outbox": 6.0, "pgqueuer": 4.5, "txoutbox": 1.8}
+    for name in others:
+        yield Result(
+            name=f"postgres.drain.vs_{name.replace(', ', '_')}",
+            value=race.ratio("postroom", name),
+            goal=goals.get(name, 1.0),
+            better="higher",
+            detail=f"{int(count * entries[name].share):,} messages: {race.told(name)}",
+        )
+
+
+def ordered(bench: Bench) -> Iterator[Result]:
+    """Messages over 500 keys in PostgreSQL, in the order of each key."""
+    count = bench.size(100_000, 10_000)
+    entries = {"postroom": _US, "raw": _RAW, "txoutbox": Entry("contenders.txoutbox")}
+    race = bench.race(entries, "postgres", count=count, keys=500)
+    for name, other, goal in (("of_raw", "raw", 0.4), ("vs_txoutbox", "txoutbox", 3.0)):
+        yield Result(
+            name=f"postgres.drain_ordered.{name}",
+            value=race.ratio("postroom", other),
+            goal=goal,
+            better="higher",
+            detail=f"{count:,} messages over 500 keys: {race.told('postroom', other)}",
+        )
+
+
+def sqlite(bench: Bench) -> Iterator[Result]:
+    """Unordered messages in SQLite."""
+    count = bench.size(100_000, 10_000)
+    race = bench.race({"postroom": _US, "raw": Entry("contenders.raw_sqlite")}, "sqlite", count=count)
+    yield Result(
+        name="sqlite.drain.of_raw",
+        value=race.ratio("postroom", "raw"),
+        goal=0.6,
+        better="higher",
+        detail=f"{count:,} messages: {race.told('postroom', 'raw')}",
+    )
+
+
+def mariadb(bench: Bench) -> Iterator[Result]:
+    """Unordered messages in MariaDB."""
+    count = bench.size(100_000, 10_000)
+    race = bench.race({"postroom": _US, "raw": Entry("contenders.raw_mariadb")}, "mariadb", count=count)
+    yield Result(
+        name="mariadb.drain.of_raw",
+        value=race.ratio("postroom", "raw"),
+        goal=0.5,
+        better="higher",
+        detail=f"{count:,} messages: {race.told('postroom', 'raw')}",
+    )
