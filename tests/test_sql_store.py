@@ -318,6 +318,27 @@ async def test_hints_may_come_from_other_threads(postgres_dsn: str, driver: Lite
         assert len(heard) <= 20
 
 
+@pytest.mark.parametrize("trickling", ["with a key", "without one"])
+async def test_a_trickle_of_messages_starves_no_others(postgres_dsn: str, trickling: str) -> None:
+    """S2-09: every claim finds something new of the one kind, and still the other kind has its turn."""
+    store = PostgresStore(postgres_dsn)
+    await store.apply_schema()
+    await store.open()
+    connection = await asyncpg.connect(postgres_dsn)
+    outbox, keyed = Outbox(), trickling == "with a key"
+    waiting = await outbox.add(connection, {}, topic="t", key=None if keyed else "k", outside_transaction=True)
+
+    claimed: list[object] = []
+    for number in range(6):
+        key = f"k{number}" if keyed else None
+        await outbox.add(connection, {}, topic="t", key=key, outside_transaction=True)
+        claimed += [claim.message.id for claim in await store.claim(10, TERMS)]
+
+    await connection.close()
+    await store.close()
+    assert waiting.id in claimed
+
+
 async def test_a_hint_before_open_is_an_error_and_after_close_is_dropped(postgres_dsn: str) -> None:
     """G11: nothing connects again behind the back of a store that was closed."""
     store = PostgresStore(postgres_dsn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,7 +15,8 @@ from postroom.stores import PostgresStore, open_url
 from postroom.stores.sql.store import SQLStore
 
 from ..backlog import fill
-from ..contender import Arrivals, Drained, payload
+from ..contender import Arrivals, Drained
+from ..idle import Bell
 
 __all__ = ["Postroom", "contender"]
 
@@ -35,9 +35,11 @@ class Sink:
 class Postroom:
     """A dispatcher over one of postroom's own stores."""
 
-    def __init__(self, dsn: str, *, keep: bool = False, batch: int = 500) -> None:
+    def __init__(self, dsn: str, *, keep: bool = False, batch: int = 500, near: bool = False) -> None:
         self.dsn = dsn
+        #: Whether delivered messages stay, and whether the dispatcher is told of a commit without the database.
         self.keep = keep
+        self.near = near
         self.batch = batch
 
     def store(self) -> SQLStore:
@@ -62,26 +64,21 @@ class Postroom:
     async def latencies(self, count: int) -> Sequence[float]:
         store = PostgresStore(self.dsn)
         await store.open()
-        arrived = asyncio.Event()
-        moments: list[float] = []
+        bell = Bell()
 
         async def publish(_: Message) -> None:
-            moments.append(time.perf_counter())
-            arrived.set()
+            bell.ring()
 
         dispatcher = Dispatcher(store, publish)
         running = asyncio.create_task(dispatcher.run())
         pool = await asyncpg.create_pool(self.dsn, min_size=1, max_size=1)
-        outbox = Outbox(wake=store.notify)
-        latencies: list[float] = []
-        for number in range(count):
-            await asyncio.sleep(random.uniform(0.005, 0.02))
-            arrived.clear()
+        outbox = Outbox(wake=dispatcher.wake if self.near else store.notify)
+
+        async def commit(data: bytes) -> None:
             async with outbox.transaction(pool) as connection:
-                await outbox.add(connection, payload(number), topic="orders")
-            committed = time.perf_counter()
-            await asyncio.wait_for(arrived.wait(), 10)
-            latencies.append(max(moments[-1] - committed, 0.0))
+                await outbox.add(connection, data, topic="orders")
+
+        latencies = await bell.latencies(count, commit)
         await dispatcher.stop()
         await running
         await pool.close()

@@ -18,14 +18,15 @@ def loose(bench: Bench) -> Iterator[Result]:
     entries = {
         "postroom": _US,
         "raw": _RAW,
-        "faststream_outbox": Entry("contenders.faststream_outbox", {"flush": True}),
+        "faststream_outbox": Entry("contenders.faststream_outbox"),
         "pgqueuer": Entry("contenders.pgqueuer"),
         "txoutbox": Entry("contenders.txoutbox"),
+        "txoutbox, two relays": Entry("contenders.txoutbox", {"relays": 2}),
         # Two hundred messages a second: the whole backlog would take ten minutes a round.
         "procrastinate": Entry("contenders.procrastinate", share=0.01),
     }
     if not bench.quick:
-        entries["faststream_outbox, default"] = Entry("contenders.faststream_outbox", {"flush": False}, share=0.1)
+        entries["faststream_outbox, default"] = Entry("contenders.faststream_outbox", {"flush": 1}, share=0.1)
     race = bench.race(entries, "postgres", count=count)
     kept = bench.race(
         {"postroom": Entry("contenders.postroom", {"keep": True}), "raw": Entry("contenders.raw", {"keep": True})},
@@ -50,7 +51,7 @@ def loose(bench: Bench) -> Iterator[Result]:
     goals = {"faststream_outbox": 6.0, "pgqueuer": 4.5, "txoutbox": 1.8}
     for name in others:
         yield Result(
-            name=f"postgres.drain.vs_{name.replace(', ', '_')}",
+            name=f"postgres.drain.vs_{name.replace(',', '').replace(' ', '_')}",
             value=race.ratio("postroom", name),
             goal=goals.get(name, 1.0),
             better="higher",

@@ -5,11 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from ..measure import Bench, Result
+from ..measure import Bench, Entry, Result
 
 __all__ = ["noticed"]
 
-_ENTRIES = ("postroom", "faststream_outbox", "pgqueuer", "txoutbox", "procrastinate")
+_PEERS = ("faststream_outbox", "pgqueuer", "txoutbox", "procrastinate")
+_ENTRIES = {
+    "postroom": Entry("contenders.postroom"),
+    "postroom, same process": Entry("contenders.postroom", {"near": True}),
+    **{name: Entry(f"contenders.{name}") for name in _PEERS},
+}
 
 
 def noticed(bench: Bench) -> Iterator[Result]:
@@ -17,24 +22,26 @@ def noticed(bench: Bench) -> Iterator[Result]:
     count = bench.size(500, 60) // bench.rounds
     databases = {name: bench.database("postgres") for name in _ENTRIES}
     latencies: dict[str, list[float]] = {name: [] for name in _ENTRIES}
-    for name in _ENTRIES:
-        bench.call(f"contenders.{name}", databases[name], "prepare")
+    for name, entry in _ENTRIES.items():
+        bench.call(entry.contender, databases[name], "prepare")
     for _ in range(bench.rounds):
-        for name in _ENTRIES:
-            latencies[name] += bench.call(f"contenders.{name}", databases[name], "latencies", count=count)
+        for name, entry in _ENTRIES.items():
+            call = {"count": count, "options": entry.options}
+            latencies[name] += bench.call(entry.contender, databases[name], "latencies", **call)
     told = "; ".join(
         f"{name} p50 {_percentile(of, 50) * 1e3:.1f} ms, p99 {_percentile(of, 99) * 1e3:.1f} ms"
         for name, of in latencies.items()
     )
-    for percent in (50, 99):
-        best = min(_percentile(latencies[name], percent) for name in _ENTRIES[1:])
-        yield Result(
-            name=f"postgres.latency.p{percent}_vs_best_peer",
-            value=_percentile(latencies["postroom"], percent) / best,
-            goal=0.75,
-            better="lower",
-            detail=f"{count * bench.rounds} single messages each: {told}",
-        )
+    for ours, ending in (("postroom", ""), ("postroom, same process", "_same_process")):
+        for percent in (50, 99):
+            best = min(_percentile(latencies[name], percent) for name in _PEERS)
+            yield Result(
+                name=f"postgres.latency.p{percent}_vs_best_peer{ending}",
+                value=_percentile(latencies[ours], percent) / best,
+                goal=0.75,
+                better="lower",
+                detail=f"{count * bench.rounds} single messages each: {told}",
+            )
 
 
 def _percentile(values: list[float], percent: int) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -45,6 +47,8 @@ TIMEOUT = timedelta(seconds=10)
 SCHEMA_TIMEOUT = timedelta(minutes=5)
 #: How often suspects are asked for first, so that a constant load cannot starve them.
 SUSPECTS_EVERY = 16
+#: How many claims in a row may leave out the messages with a key, or those without one.
+PASSED_OVER = 4
 CONTENTION_RETRIES = 3
 #: How many seconds one hint stands for all that come after it.
 HINTS_APART = 0.01
@@ -86,6 +90,8 @@ class SQLStore:
         self._timeout = timeout
         self._is_open = False
         self._turn = 0
+        self._keyed_first = False
+        self._passed_over = 0
         self._walk = Walk()
 
     def __repr__(self) -> str:
@@ -137,12 +143,20 @@ class SQLStore:
             if suspects:
                 return suspects, True
         rows: list[Row] = []
-        # The lanes take turns at going first, so that a full one cannot starve the other.
-        for lane in (self._turn % 2, (self._turn + 1) % 2):
-            rows += yield from self._claim_lane(limit - len(rows), terms, keyed=lane == 0)
+        # The lane that brought something goes first, for there may be more; but it must not starve the other.
+        first = keyed = self._keyed_first
+        for keyed in (first, not first):
+            rows += yield from self._claim_lane(limit - len(rows), terms, keyed=keyed)
             # Without a transaction around them, what one statement took is lost to us if the next one fails.
             if len(rows) == limit or (rows and not self._dialect.atomic):
                 break
+        if keyed != first:
+            self._passed_over = 0
+            self._keyed_first = keyed if rows else first
+        else:
+            self._passed_over += 1
+            if len(rows) == limit or self._passed_over == PASSED_OVER:
+                self._keyed_first, self._passed_over = not first, 0
         if rows:
             return rows, False
         return (yield from self._dialect.claim_suspect(self.namespace, terms)), True
@@ -244,6 +258,7 @@ class PostgresStore(SQLStore):
             features=Features(wakeups=True),
         )
         self._hint: asyncio.Task[None] | None = None
+        self._hinted = -math.inf
         self._hints: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -281,10 +296,12 @@ class PostgresStore(SQLStore):
 
     async def _notify_soon(self) -> None:
         try:
-            await asyncio.sleep(HINTS_APART)
+            # The first one goes out at once; those after it share one.
+            await asyncio.sleep(max(self._hinted + HINTS_APART - time.monotonic(), 0))
         finally:
             # What commits from here on is not covered by this hint and must be able to schedule the next.
             self._hint = None
+        self._hinted = time.monotonic()
         hint = self._dialect.query(
             "SELECT pg_notify(:channel::text, '')", channel=self._dialect.channel(self.namespace)
         )
