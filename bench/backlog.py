@@ -77,7 +77,7 @@ async def _fill_mariadb(dsn: str, count: int, keys: int) -> None:
     connection = await asyncmy.connect(**mysql_options(dsn), autocommit=True)
     async with connection.cursor() as cursor:
         await cursor.execute("TRUNCATE TABLE postroom_outbox")
-        await cursor.execute(_MARIADB.format(count=count), (keys, keys))
+        await cursor.execute(_MARIADB.replace("{count}", str(count)), (keys, keys))
         await cursor.execute("ANALYZE TABLE postroom_outbox")
     connection.close()
 

@@ -113,8 +113,8 @@ def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
         ),
         "walked": (walked, {"keyed", "dead"}),
         "suspect": (next(dialect.claim_suspect("default", TERMS)), {"leased", "keyed", "dead"}),
-        "settle": (dialect._deliver(alike, keep=True), set()),  # noqa: SLF001
-        "settle different tokens": (dialect._deliver(differing, keep=True), set()),  # noqa: SLF001
+        "settle": (next(dialect._delivering(alike, keep=True)), set()),  # noqa: SLF001
+        "settle different tokens": (next(dialect._delivering(differing, keep=True)), set()),  # noqa: SLF001
         "purge": (dialect.purge("default", timedelta(days=7), 1000), {"delivered"}),
         "oldest": (dialect.query(dialect._oldest, namespace="default"), {"ready", "ready_keyed"}),  # noqa: SLF001
     }

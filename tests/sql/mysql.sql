@@ -157,13 +157,13 @@ AND NOT EXISTS (
 ORDER BY locked_until, seq LIMIT 1 FOR UPDATE SKIP LOCKED;
 
 -- settle, keeping what was delivered
-SELECT id, token, status FROM `postroom_outbox` WHERE id IN :ids FOR UPDATE;
-
--- settle, keeping what was delivered
 UPDATE `postroom_outbox`
 SET status = 'delivered', delivered_at = UTC_TIMESTAMP(6), updated_at = UTC_TIMESTAMP(6),
 locked_by = NULL, locked_until = NULL, last_error = NULL
-WHERE id IN :ids;
+WHERE id IN :ids AND token = :token AND status NOT IN ('pending', 'delivered');
+
+-- settle, keeping what was delivered
+SELECT id, token, status FROM `postroom_outbox` WHERE id IN :ids FOR UPDATE;
 
 -- settle, keeping what was delivered
 UPDATE `postroom_outbox` JOIN (SELECT :id_a AS id, :delay_a AS delay, :error_a AS error) AS changed
@@ -186,7 +186,7 @@ ELSE next_attempt_at END,
 updated_at = UTC_TIMESTAMP(6);
 
 -- settle, deleting what was delivered
-DELETE FROM `postroom_outbox` WHERE id IN :ids;
+DELETE FROM `postroom_outbox` WHERE id IN :ids AND token = :token AND status NOT IN ('pending', 'delivered');
 
 -- extend leases
 UPDATE `postroom_outbox` SET locked_until = UTC_TIMESTAMP(6) + INTERVAL :duration MICROSECOND, updated_at = UTC_TIMESTAMP(6)

@@ -93,27 +93,34 @@ INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, ded
 ON CONFLICT DO NOTHING RETURNING id;
 
 -- claim messages without a key
-SELECT id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
-  FROM "postroom_outbox"
-WHERE namespace = :namespace AND "key" IS NULL AND status = 'processing'
-  AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
-  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
-ORDER BY locked_until, seq LIMIT :limit;
-
--- claim messages without a key
-SELECT id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
-  FROM "postroom_outbox"
-WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending'
-  AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
-  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
-ORDER BY next_attempt_at, seq LIMIT :limit;
+UPDATE "postroom_outbox"
+SET status = 'processing', attempts = attempts + 1, token = token + 1,
+locked_by = :worker, locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,
+  updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+WHERE seq IN (
+    SELECT seq FROM "postroom_outbox"
+    WHERE namespace = :namespace AND "key" IS NULL AND status = 'processing'
+      AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
+      AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+    ORDER BY locked_until, seq LIMIT :limit
+)
+RETURNING id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at,
+attempts, token, seq;
 
 -- claim messages without a key
 UPDATE "postroom_outbox"
 SET status = 'processing', attempts = attempts + 1, token = token + 1,
 locked_by = :worker, locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,
   updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
-WHERE id IN :ids;
+WHERE seq IN (
+    SELECT seq FROM "postroom_outbox"
+    WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending'
+      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
+      AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+    ORDER BY next_attempt_at, seq LIMIT :limit
+)
+RETURNING id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at,
+attempts, token, seq;
 
 -- claim messages with a key
 SELECT topic, "key" FROM "postroom_outbox"
@@ -152,6 +159,13 @@ WHERE id IN :ids AND namespace = :namespace AND ((status = 'pending'
   AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
   AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics));
 
+-- claim messages with a key
+UPDATE "postroom_outbox"
+SET status = 'processing', attempts = attempts + 1, token = token + 1,
+locked_by = :worker, locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,
+  updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+WHERE id IN :ids;
+
 -- claim behind keys that wait
 SELECT topic, "key" FROM "postroom_outbox"
 WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace AND (topic, "key") > (:topic, :key)
@@ -176,14 +190,14 @@ AND NOT EXISTS (
 ORDER BY locked_until, seq LIMIT 1;
 
 -- settle, keeping what was delivered
-SELECT id, token, status FROM "postroom_outbox" WHERE id IN :ids;
-
--- settle, keeping what was delivered
 UPDATE "postroom_outbox"
 SET status = 'delivered', delivered_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER),
   updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER),
 locked_by = NULL, locked_until = NULL, last_error = NULL
-WHERE id IN :ids;
+WHERE id IN :ids AND token = :token AND status NOT IN ('pending', 'delivered');
+
+-- settle, keeping what was delivered
+SELECT id, token, status FROM "postroom_outbox" WHERE id IN :ids;
 
 -- settle, keeping what was delivered
 UPDATE "postroom_outbox"
@@ -218,7 +232,7 @@ FROM (
 WHERE id = changed.changed_id;
 
 -- settle, deleting what was delivered
-DELETE FROM "postroom_outbox" WHERE id IN :ids;
+DELETE FROM "postroom_outbox" WHERE id IN :ids AND token = :token AND status NOT IN ('pending', 'delivered');
 
 -- extend leases
 UPDATE "postroom_outbox" SET locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,

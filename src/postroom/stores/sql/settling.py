@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Any, ClassVar, cast
 
 from ...broker import MAX_ERROR
 from ...store import Claim, Dead, Delivered, Release, Retry, Settlement
@@ -19,6 +19,13 @@ class Settling(Wording):
 
     def settle(self, settlements: Sequence[Settlement], *, keep_delivered: bool) -> Script[list[Claim]]:
         """Record outcomes whose token is current; return the claims that were lost."""
+        if all(type(settlement.outcome) is Delivered for settlement in settlements):
+            changed = 0
+            for statement in self._settling(settlements, keep_delivered=keep_delivered):
+                result = yield statement
+                changed += result.count
+            if changed == len(settlements):
+                return []  # the usual case, in which nothing need be asked
         states = yield self.query(
             "SELECT id, token, status FROM {outbox} WHERE id IN :ids{waiting}",
             ids=[self.uuid(settlement.claim.message.id) for settlement in settlements],
@@ -41,7 +48,7 @@ class Settling(Wording):
         for settlement in settlements:
             kinds.setdefault(type(settlement.outcome), []).append(settlement)
         if delivered := kinds.get(Delivered):
-            yield self._deliver([s.claim for s in delivered], keep=keep_delivered)
+            yield from self._delivering([s.claim for s in delivered], keep=keep_delivered)
         if retried := kinds.get(Retry):
             outcomes = [cast("Retry", s.outcome) for s in retried]
             storable = [Retry(_storable(outcome.error), outcome.delay) for outcome in outcomes]
@@ -51,18 +58,24 @@ class Settling(Wording):
         if released := kinds.get(Release):
             yield self._release([(s.claim, cast("Release", s.outcome).delay) for s in released])
 
-    def _deliver(self, claims: Sequence[Claim], *, keep: bool) -> Statement:
-        text = (
-            """
-            UPDATE {outbox}
-            SET status = 'delivered', delivered_at = {now}, updated_at = {now},
-                locked_by = NULL, locked_until = NULL, last_error = NULL
-            WHERE id IN :ids
-            """
-            if keep
-            else "DELETE FROM {outbox} WHERE id IN :ids"
-        )
-        return self.sql(text, ids=[self.uuid(claim.message.id) for claim in claims])
+    _keep: ClassVar[str] = """
+        UPDATE {outbox}
+        SET status = 'delivered', delivered_at = {now}, updated_at = {now},
+            locked_by = NULL, locked_until = NULL, last_error = NULL
+        """
+    _delete: ClassVar[str] = "DELETE FROM {outbox} "
+
+    def _delivering(self, claims: Sequence[Claim], *, keep: bool) -> Iterator[Statement]:
+        """Yield a statement for each token; nearly always that is one."""
+        ids: dict[int, list[Any]] = {}
+        for claim in claims:
+            ids.setdefault(claim.message.token, []).append(self.uuid(claim.message.id))
+        text = (self._keep if keep else self._delete) + "WHERE id IN :ids AND token = :token AND " + self.deliverable
+        for token, of_token in ids.items():
+            yield self.sql(text, ids=of_token, token=token)
+
+    #: Also a message that the sweep has buried may yet be confirmed; pending or delivered it needs nothing any more.
+    deliverable: ClassVar[str] = "status NOT IN ('pending', 'delivered')"
 
     def _retry(self, retried: Sequence[tuple[Claim, Retry]]) -> Statement:
         raise NotImplementedError

@@ -172,7 +172,7 @@ class SQLStore:
         except DecodeError as error:
             try:
                 identity = self._dialect.to_uuid(row[0])
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, AttributeError):
                 return None  # without its id nothing can be said of it; the sweep will bury it
             # Topic and key tell the dispatcher which later messages a dead one holds back.
             message = Message(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -319,14 +319,13 @@ class PostgreSQL(Dialect):
         SET status = 'delivered', delivered_at = clock_timestamp(), updated_at = clock_timestamp(),
             locked_by = NULL, locked_until = NULL, last_error = NULL
         """
-    _delete: ClassVar[str] = "DELETE FROM {outbox} "
 
-    def _deliver(self, claims: Sequence[Claim], *, keep: bool) -> Statement:
+    def _delivering(self, claims: Sequence[Claim], *, keep: bool) -> Iterator[Statement]:
         held = _held(claims)
         are_alike = len(set(held["tokens"])) == 1
         text = (self._keep if keep else self._delete) + (self.held_alike if are_alike else self.held)
         params = {"ids": held["ids"], "token": held["tokens"][0]} if are_alike else held
-        return self.sql(text + " AND status NOT IN ('pending', 'delivered')", **params)
+        yield self.sql(text + f" AND {self.deliverable}", **params)
 
     changing: ClassVar[str] = """
         FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from uuid import UUID
 
 from ....outbox import Addition
-from ....store import Claim, Retry
+from ....store import Claim, ClaimTerms, Retry
 from ..dialect import Dialect, Server
-from ..statement import Script, Statement
+from ..statement import Row, Script, Statement
 
 __all__ = ["SQLite"]
 
@@ -33,6 +33,9 @@ class SQLite(Dialect):
 
     def time(self, value: datetime) -> int:
         return (value - _EPOCH) // _MILLISECOND
+
+    def to_uuid(self, value: Any) -> UUID:  # noqa: ANN401
+        return UUID(int=int(value.replace("-", ""), 16))  # half the time of UUID(value)
 
     def to_time(self, value: Any) -> datetime:  # noqa: ANN401
         return _EPOCH + timedelta(milliseconds=value)
@@ -57,6 +60,32 @@ class SQLite(Dialect):
     def lock_keys(self, additions: Sequence[Addition]) -> Script[None]:
         """Do nothing: the one writer gives out ``seq`` and commits before the next may write."""
         yield from ()
+
+    # Rows are found by their number rather than by the text of their id, and told by the statement that takes them.
+    take: ClassVar[str] = """
+        UPDATE {outbox}
+        SET status = 'processing', attempts = attempts + 1, token = token + 1,
+            locked_by = :worker, locked_until = {later}, updated_at = {now}
+        WHERE seq IN (
+        """
+    told: ClassVar[str] = """)
+        RETURNING id, topic, type, {key}, payload, content_type, headers, tenant_id, dedupe_key, created_at,
+                  attempts, token, seq
+        """
+
+    def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
+        params = {
+            **self._eligibility(namespace, terms),
+            "worker": self.uuid(terms.worker),
+            "duration": self.duration(terms.lease),
+        }
+        rows: list[Row] = []
+        for text in (self._expired, self._due):
+            if len(rows) < limit:
+                chosen = text.replace(self.columns, "seq", 1)
+                taken = yield self.query(self.take + chosen + self.told, limit=limit - len(rows), **params)
+                rows += taken.rows
+        return rows
 
     def _retry(self, retried: Sequence[tuple[Claim, Retry]]) -> Statement:
         return self._update_each(
