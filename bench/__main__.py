@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .measure import Bench, Result
-from .report import environment, show, write_json, write_picture
+from .report import environment, show, write_json, write_page, write_picture
 from .workloads import WORKLOADS
 
 HERE = Path(__file__).parent
@@ -48,9 +48,12 @@ def main() -> None:
     show(results, console)
     if options.only:
         return  # a part of the figures must not pass for all of them
-    write_json(results, environment(quick=options.quick, servers=servers), HERE / "latest.json")
+    surroundings = environment(quick=options.quick, servers=servers)
+    write_json(results, surroundings, HERE / "latest.json")
     if not options.quick:
-        write_picture(results, HERE.parent / "docs" / "benchmarks.svg")
+        docs = HERE.parent / "docs"
+        write_picture(results, docs / "benchmarks.svg")
+        write_page(results, surroundings, docs / "benchmarks.md")
 
 
 if __name__ == "__main__":

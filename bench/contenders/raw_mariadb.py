@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import asyncmy
+from asyncmy import errors as asyncmy_errors
 
 from ..backlog import mysql_options
 from ..contender import Arrivals, Drained
@@ -29,6 +30,7 @@ _TAKE = """
     """
 _DELETE = "DELETE FROM postroom_outbox WHERE id IN ({marks})"
 _CONNECTIONS = 2
+_DEADLOCK = 1213
 
 
 class Raw(Postroom):
@@ -48,19 +50,40 @@ class Raw(Postroom):
         )
         async with connection.cursor() as cursor:
             while True:
-                await connection.begin()
-                await cursor.execute(_SELECT, (self.batch,))
-                rows = await cursor.fetchall()
-                ids = [row[0] for row in rows]
-                marks = ", ".join(["%s"] * len(ids))
-                if ids:
-                    await cursor.execute(_TAKE.format(marks=marks), (uuid4().bytes, *ids))
-                await connection.commit()
+                try:
+                    ids = await self._step(connection, cursor, arrivals)
+                except asyncmy_errors.OperationalError as error:
+                    if error.args[0] != _DEADLOCK:
+                        raise
+                    await connection.rollback()
+                    continue
                 if not ids:
                     break
-                arrivals.payloads += [row[4] for row in rows]
-                await cursor.execute(_DELETE.format(marks=marks), ids)
         connection.close()
+
+    async def _step(self, connection: Any, cursor: Any, arrivals: Arrivals) -> list[bytes]:  # noqa: ANN401 -- untyped
+        await connection.begin()
+        await cursor.execute(_SELECT, (self.batch,))
+        rows = await cursor.fetchall()
+        ids = [row[0] for row in rows]
+        marks = ", ".join(["%s"] * len(ids))
+        if ids:
+            await cursor.execute(_TAKE.format(marks=marks), (uuid4().bytes, *ids))
+        await connection.commit()
+        if ids:
+            arrivals.payloads += [row[4] for row in rows]
+            await self._delete(cursor, marks, ids)
+        return ids
+
+    async def _delete(self, cursor: Any, marks: str, ids: list[bytes]) -> None:  # noqa: ANN401 -- untyped
+        while True:
+            try:
+                await cursor.execute(_DELETE.format(marks=marks), ids)
+            except asyncmy_errors.OperationalError as error:
+                if error.args[0] != _DEADLOCK:
+                    raise
+            else:
+                return
 
 
 def contender(dsn: str, **options: Any) -> Raw:  # noqa: ANN401 -- as for every contender
