@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,32 +26,36 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less of everything: under three minutes")
     parser.add_argument("--only", default="", metavar="PREFIX", help="only results whose name begins like this")
     options = parser.parse_args()
-    wanted = {
-        prefix: workload
-        for prefix, workload in WORKLOADS.items()
-        if prefix.startswith(options.only) or options.only.startswith(prefix)
-    }
+    wanted = [name for name in WORKLOADS if name.startswith(options.only) or options.only.startswith(name)]
     if not wanted:
         parser.error(f"nothing begins with {options.only!r}; there are {', '.join(WORKLOADS)}")
     console = Console(width=None if Console().is_terminal else 160)
-    texts = (TextColumn("{task.description:<28}"), TextColumn("{task.fields[step]}"))
-    columns = (texts[0], BarColumn(), texts[1], TimeElapsedColumn())
-    results: list[Result] = []
-    with Progress(*columns, console=console) as progress, Bench(progress, quick=options.quick) as bench:
-        bench.expect(len(wanted))
-        for prefix, workload in wanted.items():
-            bench.begin(prefix)
-            for result in workload(bench):
-                results.append(result)
-                progress.console.print(f"{result.name} = {result.value:.3g}", style="dim")
-            bench.end()
-        servers = bench.versions()
+    results, servers = measure(wanted, console, quick=options.quick)
     show(results, console)
-    if options.only:
-        return  # a part of the figures must not pass for all of them
-    surroundings = environment(quick=options.quick, servers=servers)
+    if not options.only:  # a part of the figures must not pass for all of them
+        write(results, environment(quick=options.quick, servers=servers), quick=options.quick)
+
+
+def measure(wanted: Sequence[str], console: Console, *, quick: bool) -> tuple[list[Result], dict[str, str]]:
+    """Run workloads; return their results and the versions of the servers."""
+    name, step = TextColumn("{task.description:<28}"), TextColumn("{task.fields[step]}")
+    results: list[Result] = []
+    progress = Progress(name, BarColumn(), step, TimeElapsedColumn(), console=console)
+    with progress, Bench(progress, quick=quick) as bench:
+        bench.expect(len(wanted))
+        for prefix in wanted:
+            bench.begin(prefix)
+            for result in WORKLOADS[prefix](bench):
+                results.append(result)
+                console.print(f"{result.name} = {result.value:.3g}", style="dim")
+            bench.end()
+        return results, bench.versions()
+
+
+def write(results: Sequence[Result], surroundings: dict[str, object], *, quick: bool) -> None:
+    """Write everything down; what is published comes from whole runs alone."""
     write_json(results, surroundings, HERE / "latest.json")
-    if not options.quick:
+    if not quick:
         docs = HERE.parent / "docs"
         write_picture(results, docs / "benchmarks.svg")
         write_page(results, surroundings, docs / "benchmarks.md")

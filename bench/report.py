@@ -44,10 +44,9 @@ def _goal(result: Result) -> str:
 def table(results: Sequence[Result]) -> str:
     """Return the rows as Markdown."""
     lines = ["| | name | value | goal | how it came about |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {'✓' if result.is_met else '✗'} | `{result.name}` | {result.value:.3g} | {_goal(result)} | {result.detail} |"
-        for result in results
-    ]
+    for result in results:
+        cells = ("✓" if result.is_met else "✗", f"`{result.name}`", f"{result.value:.3g}", _goal(result), result.detail)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
