@@ -1,0 +1,212 @@
+"""A dispatcher process: an ordinary `Dispatcher` whose store and publisher are written down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Final, cast
+from uuid import UUID
+
+from postroom import Backoff, Dead, Delivered, Dispatcher, Message, Outcome, Retry
+from postroom.errors import BrokerUnavailableError, StoreError
+from postroom.events import BreakerOpened, Event, LeaseLost, MessagesDelivered, MessagesReleased
+from postroom.store import Claim, ClaimTerms, OnDead, Settlement, Stats, Store
+from postroom.stores import open_url
+
+from .history import History
+from .worker import Setting, at_work
+
+__all__ = ["LEASE", "MAX_ATTEMPTS", "REFUSAL", "Recorded", "Wire", "main"]
+
+LEASE: Final = timedelta(seconds=2)
+MAX_ATTEMPTS: Final = 8
+#: Stands in the settlement of a refused message, where the fault proxy can find it.
+REFUSAL: Final = "chaos-refusal"
+_PUBLISH_TIMEOUT: Final = timedelta(seconds=0.6)
+_OUTCOMES: Final[dict[str, Outcome]] = {
+    "delivered": Delivered(),
+    "refused": Retry(REFUSAL),
+    "rejected": Dead("chaos-rejection"),
+}
+
+
+class Recorded:
+    """A store that writes down what was claimed and settled through it."""
+
+    def __init__(self, store: Store, history: History) -> None:
+        self.namespace = store.namespace
+        self.features = store.features
+        self.keep_delivered = store.keep_delivered
+        self._store = store
+        self._history = history
+        self._calls = count()
+
+    async def open(self) -> bool:
+        return await self._store.open()
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        try:
+            claims = await self._store.claim(limit, terms)
+        except StoreError as error:
+            self._history.write("claim", "info", error=type(error).__name__)
+            raise
+        if claims:
+            self._history.write("claim", "ok", claims=[_named(claim) for claim in claims])
+        return claims
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        call = next(self._calls)
+        wanted = [(*_named(one.claim), type(one.outcome).__name__.lower()) for one in settlements]
+        self._history.write("settle", "invoke", call=call, settlements=wanted)
+        try:
+            lost = await self._store.settle(settlements)
+        except StoreError as error:
+            self._history.write("settle", "info", call=call, error=type(error).__name__)
+            raise
+        self._history.write("settle", "ok", call=call, lost=[_named(claim) for claim in lost])
+        return lost
+
+    async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
+        lost = await self._store.extend(claims, lease)
+        gone = {_named(claim) for claim in lost}
+        kept = [_named(claim) for claim in claims if _named(claim) not in gone]
+        self._history.write("extend", "ok", claims=kept, lost=sorted(gone))
+        return lost
+
+    async def sweep(self, terms: ClaimTerms) -> int:
+        dead = await self._store.sweep(terms)
+        if dead:
+            self._history.write("sweep", "ok", count=dead)
+        return dead
+
+    async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
+        return await self._store.purge(older_than=older_than, limit=limit)
+
+    async def stats(self) -> Stats:
+        return await self._store.stats()
+
+    async def listen(self, wake: Callable[[], None]) -> None:
+        await self._store.listen(wake)
+
+
+class Wire:
+    """A publisher that sends batches to the receiver and hears of each message by itself."""
+
+    def __init__(self, port: int, history: History) -> None:
+        self._port = port
+        self._history = history
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        payloads = [json.loads(message.payload) for message in messages]
+        if any(payload["kind"] == "killer" for payload in payloads):
+            self._history.write("fault", "ok", kind="killed by a message", victim="dispatcher", length=0.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError as error:
+            self._tell(messages, ["outage"] * len(messages))
+            raise BrokerUnavailableError(str(error)) from error
+        words: list[str] = []
+        try:
+            # Before the dispatcher gives up: what was confirmed until then counts.
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(_PUBLISH_TIMEOUT.total_seconds() * 0.8):
+                    writer.writelines(_lines(messages, payloads))
+                    while len(words) < len(messages) and (word := await reader.readline()):
+                        words.append(word.decode().strip())
+        finally:
+            writer.transport.abort()
+        words += ["unknown"] * (len(messages) - len(words))
+        alive = {message.topic for message, word in zip(messages, words, strict=True) if word in _OUTCOMES}
+        self._tell(messages, [w if m.topic in alive else "silent" for m, w in zip(messages, words, strict=True)])
+        return [_OUTCOMES.get(word) for word in words]
+
+    def _tell(self, messages: Sequence[Message], words: Sequence[str]) -> None:
+        answers = [(str(m.id), m.token, word) for m, word in zip(messages, words, strict=True)]
+        self._history.write("publish", "ok", answers=answers)
+
+
+class Tally:
+    """Counts what the dispatcher tells, to be compared with what its store was told."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self.counts: Counter[str] = Counter()
+
+    def hear(self, event: Event) -> None:
+        name = type(event).__name__
+        self.counts[name] += event.count if isinstance(event, MessagesDelivered | MessagesReleased) else 1
+        if isinstance(event, BreakerOpened | LeaseLost):
+            self._history.write("event", "ok", name=name)
+
+
+def _lines(messages: Sequence[Message], payloads: Sequence[dict[str, object]]) -> list[bytes]:
+    lines = [
+        {"id": str(m.id), "topic": m.topic, "key": m.key, "token": m.token, "attempt": m.attempt, **payload}
+        for m, payload in zip(messages, payloads, strict=True)
+    ]
+    return [json.dumps(line).encode() + b"\n" for line in lines]
+
+
+def _named(claim: Claim) -> tuple[str, int]:
+    return str(claim.message.id), claim.message.token
+
+
+def _open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").glob("*"))  # none where there is no such folder
+
+
+async def _watch_vitals(history: History) -> None:
+    """Write down now and then what could leak."""
+    while True:
+        tasks = len(asyncio.all_tasks())
+        history.write("vitals", "ok", fds=_open_files(), threads=threading.active_count(), tasks=tasks)
+        await asyncio.sleep(1)
+
+
+async def _run(setting: Setting) -> None:
+    history = History(setting.place, setting.name)
+    tally = Tally(history)
+    store = open_url(setting.url, timeout=timedelta(seconds=3))
+    dispatcher = Dispatcher(
+        Recorded(store, history),
+        Wire(setting.port, history),
+        batch=50,
+        lease=LEASE,
+        publish_timeout=_PUBLISH_TIMEOUT,
+        poll_interval=LEASE / 20,
+        sweep_interval=LEASE / 4,
+        max_attempts=MAX_ATTEMPTS,
+        backoff=Backoff(base=timedelta(milliseconds=50), max=timedelta(milliseconds=400)),
+        outage_backoff=Backoff(base=timedelta(milliseconds=50), max=timedelta(milliseconds=400)),
+        on_dead=cast("OnDead", setting.on_dead),
+        shutdown_grace=timedelta(seconds=3),
+        worker=UUID(setting.worker),
+        listener=tally.hear,
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, dispatcher.stop_soon)
+    history.write("start", "ok", life=setting.life, skew=setting.skew)
+    at_work()
+    vitals = asyncio.create_task(_watch_vitals(history))
+    try:
+        await dispatcher.run()
+    finally:
+        vitals.cancel()
+    history.write("stop", "ok", life=setting.life, counts=tally.counts)
+
+
+def main(setting: Setting) -> None:
+    """Deliver until told to stop."""
+    asyncio.run(_run(setting))

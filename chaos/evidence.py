@@ -1,0 +1,185 @@
+"""The evidence of a run: its histories and tables, as values that the checker can reason about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from .audit import Change, Row
+from .history import Event
+
+__all__ = ["OPEN", "Answer", "Claimed", "Evidence", "Received", "Sent", "Settled", "Violation", "gather"]
+
+#: The states in which a message still waits for something.
+OPEN: Final = frozenset({"pending", "processing"})
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A promise that was broken, and the message or key whose events show it."""
+
+    check: str
+    what: str
+    id: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A message that a producer wanted to add; ``end`` says how its transaction went: ok, fail or info."""
+
+    id: str
+    topic: str = "orders"
+    key: str | None = None
+    n: int = 0
+    kind: str = "plain"
+    dedupe: str | None = None
+    #: False for a repeat, of which ``id`` then is the message that was there before.
+    added: bool = True
+    end: str = "ok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A message that the receiver has taken."""
+
+    t: int
+    id: str
+    topic: str = "orders"
+    key: str | None = None
+    n: int = 0
+    token: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """A claim that a dispatcher was granted, by its own account."""
+
+    t: int
+    worker: str
+    id: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A settlement that a dispatcher asked for; ``accepted`` is None while the answer is unknown."""
+
+    t: int
+    worker: str
+    id: str
+    token: int
+    outcome: str
+    accepted: bool | None = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a publisher heard of one message."""
+
+    t: int
+    worker: str
+    id: str
+    token: int
+    word: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that is known of a run."""
+
+    sent: Sequence[Sent] = ()
+    received: Sequence[Received] = ()
+    claimed: Sequence[Claimed] = ()
+    #: Claims whose lease was renewed, by the account of who held them.
+    extended: Sequence[Claimed] = ()
+    settled: Sequence[Settled] = ()
+    answers: Sequence[Answer] = ()
+    rows: Sequence[Row] = ()
+    changes: Sequence[Change] = ()
+    business: frozenset[str] = frozenset()
+    #: The whole merged history, for what is only counted.
+    events: Sequence[Event] = ()
+    max_attempts: int = 8
+    on_dead: str = "block"
+    #: What went wrong with the processes themselves: exits, standard error, sessions left behind.
+    complaints: Sequence[str] = ()
+    #: How many messages were still waiting when no more progress was made.
+    undrained: int = 0
+    _rows: dict[str, Row] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Make rows findable by id."""
+        self._rows.update({row.id: row for row in self.rows})
+
+    def row(self, identity: str) -> Row | None:
+        """Return the row of a message, if there is one."""
+        return self._rows.get(identity)
+
+
+def gather(events: Sequence[Event], **known: Any) -> Evidence:  # noqa: ANN401 -- the other fields of Evidence
+    """Return the evidence in merged histories, together with what the tables say."""
+    return Evidence(
+        events=events,
+        sent=list(_sent(events)),
+        received=[
+            Received(t=e["t"], id=e["id"], topic=e["topic"], key=e["key"], n=e["n"], token=e["token"])
+            for e in events
+            if e["op"] == "deliver"
+        ],
+        claimed=_claims(events, "claim"),
+        extended=_claims(events, "extend"),
+        settled=list(_settled(events)),
+        answers=[
+            Answer(t=e["t"], worker=e["proc"], id=identity, token=token, word=word)
+            for e in events
+            if e["op"] == "publish"
+            for identity, token, word in e["answers"]
+        ],
+        **known,
+    )
+
+
+def _sent(events: Iterable[Event]) -> Iterable[Sent]:
+    ends = {e["tx"]: e["type"] for e in events if e["op"] == "enqueue" and e["type"] != "invoke"}
+    names = ("id", "topic", "key", "n", "kind", "dedupe", "added")
+    for event in events:
+        if event["op"] == "enqueue" and event["type"] == "invoke":
+            for message in event["messages"]:
+                # An invocation without an end is a transaction that died with its process: unknown.
+                yield Sent(**{name: message[name] for name in names}, end=ends.get(event["tx"], "info"))
+
+
+def _claims(events: Iterable[Event], op: str) -> list[Claimed]:
+    return [
+        Claimed(t=event["t"], worker=event["proc"], id=identity, token=token)
+        for event in events
+        if event["op"] == op and event["type"] == "ok"
+        for identity, token in event["claims"]
+    ]
+
+
+def _settled(events: Sequence[Event]) -> Iterable[Settled]:
+    answers: dict[tuple[str, int, int], Mapping[str, Any]] = {}
+    lives: dict[str, int] = {}
+    for event in events:
+        if event["op"] == "start":
+            lives[event["proc"]] = event["life"]
+        if event["op"] == "settle" and event["type"] == "ok":
+            answers[event["proc"], lives.get(event["proc"], 0), event["call"]] = event
+    for event in events:
+        if event["op"] == "start":
+            lives[event["proc"]] = event["life"]
+        if event["op"] == "settle" and event["type"] == "invoke":
+            answer = answers.get((event["proc"], lives.get(event["proc"], 0), event["call"]))
+            lost = None if answer is None else {tuple(one) for one in answer["lost"]}
+            for identity, token, outcome in event["settlements"]:
+                yield Settled(
+                    t=event["t"] if answer is None else answer["t"],
+                    worker=event["proc"],
+                    id=identity,
+                    token=token,
+                    outcome=outcome,
+                    accepted=None if lost is None else (identity, token) not in lost,
+                )

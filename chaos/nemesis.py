@@ -1,0 +1,185 @@
+"""The nemesis: which fault hits whom, when and for how long, all of it decided by the seed before the run begins."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Final
+
+from postroom.testing.faults import FaultProxy
+from postroom.testing.servers import SqlServer
+
+from .crew import Crew
+from .history import History
+
+__all__ = ["DAY", "Fault", "Nemesis", "plan"]
+
+DAY: Final = 86_400.0
+_LEASE: Final = 2.0
+
+#: For each kind of fault how often it is chosen, and how long it lasts.
+_Menu = Mapping[str, tuple[float, float, float]]
+
+_DISPATCHER: Final[_Menu] = {
+    "kill dispatcher": (5, 0.0, 0.0),
+    # Long enough for the lease to run out, and for a settlement to come too late.
+    "pause dispatcher": (4, 1.0 * _LEASE, 1.5 * _LEASE),
+    "skew dispatcher": (2, 0.0, 0.0),
+}
+_PRODUCER: Final[_Menu] = {
+    "kill producer": (5, 0.0, 0.0),
+    "pause producer": (2, 0.2, 2.0),
+    "skew producer": (2, 0.0, 0.0),
+}
+_SERVER: Final[_Menu] = {"kill server": (3, 0.0, 1.0), "pause server": (2, 0.3, 2.5)}
+_RECEIVER: Final[_Menu] = {"kill receiver": (1, 0.1, 2.0), "pause receiver": (1, 0.2, 2.0)}
+_NETWORK: Final[_Menu] = {
+    "cut": (2, 0.0, 0.0),
+    "black hole": (1, 0.3, 4.0),
+    "one-way black hole": (2, 0.3, 4.0),
+    "refuse": (1, 0.2, 2.0),
+    "latency": (1, 0.5, 3.0),
+    "lost reply": (4, 1.0, 3.0),
+}
+_LOCK: Final[_Menu] = {"hold lock": (1, 0.2, 4.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong: ``luck`` decides what the kind leaves open."""
+
+    at: float
+    kind: str
+    victim: str
+    length: float
+    luck: float
+    #: How much time there is between this fault and the one of the same victim before it.
+    gap: float
+
+
+def plan(seed: int, seconds: float, store: str, workers: Sequence[str]) -> list[Fault]:
+    """Return the faults of a run, in order; the same arguments give the same faults."""
+    rng = random.Random(f"{seed} {store}")
+    faults: list[Fault] = []
+    for victim, menu, shortest, longest in _lanes(store, workers):
+        at = gap = rng.uniform(1.0, longest)
+        while at < seconds:
+            kind = rng.choices(list(menu), [weight for weight, _, _ in menu.values()])[0]
+            _, least, most = menu[kind]
+            length, luck = rng.uniform(least, most), rng.random()
+            faults.append(Fault(round(at, 3), kind, victim, round(length, 3), round(luck, 6), round(gap, 3)))
+            gap = rng.uniform(shortest, longest)
+            at += length + gap
+    return sorted(faults, key=lambda fault: (fault.at, fault.victim))
+
+
+def _lanes(store: str, workers: Sequence[str]) -> list[tuple[str, _Menu, float, float]]:
+    """Return who can be hit by what, and how much time passes between two faults."""
+    lanes: list[tuple[str, _Menu, float, float]] = [("receiver", _RECEIVER, 5.0, 14.0)]
+    for worker in workers:
+        is_dispatcher = worker.startswith("d")
+        lanes.append((worker, _DISPATCHER, 3.0, 9.0) if is_dispatcher else (worker, _PRODUCER, 5.0, 15.0))
+        if store != "sqlite":
+            lanes.append((f"{worker} network", _NETWORK, 2.0, 6.0))
+    lanes.append(("database", _LOCK, 3.0, 8.0) if store == "sqlite" else ("server", _SERVER, 8.0, 18.0))
+    return lanes
+
+
+class Nemesis:
+    """Carries out a plan: the faults of one victim one after the other, those of different victims at once."""
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        crew: Crew,
+        history: History,
+        *,
+        proxies: Mapping[str, FaultProxy],
+        database: SqlServer | str,
+    ) -> None:
+        self._faults = faults
+        self._crew = crew
+        self._history = history
+        self._proxies = proxies
+        self._database = database
+        self._deadline = 0.0
+
+    async def rage(self, seconds: float) -> None:
+        """Cause faults for so long; when this returns, each of them has ended."""
+        self._deadline = time.monotonic() + seconds
+        async with asyncio.TaskGroup() as group:
+            for victim in dict.fromkeys(fault.victim for fault in self._faults):
+                group.create_task(self._haunt([fault for fault in self._faults if fault.victim == victim]))
+
+    async def _haunt(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            # Where the machine is slow, the plan is late as a whole: a victim must have time to do its work.
+            await asyncio.sleep(fault.gap)
+            if time.monotonic() > self._deadline:
+                return
+            self._history.write("fault", "invoke", **asdict(fault))
+            await self._cause(fault)
+            self._history.write("fault", "ok", **asdict(fault))
+
+    def _cause(self, fault: Fault) -> Awaitable[None]:
+        verb, _, _ = fault.kind.partition(" ")
+        if fault.victim.endswith(" network"):
+            return self._disturb(self._proxies[fault.victim.partition(" ")[0]], fault)
+        if fault.victim == "database":
+            return asyncio.to_thread(self._hold_lock, fault.length)
+        if fault.victim == "server":
+            return self._hit_server(verb, fault.length)
+        by_verb: dict[str, Callable[[Fault], Awaitable[None]]] = {
+            "kill": lambda one: self._crew.kill(one.victim, down=one.length),
+            "pause": lambda one: self._crew.pause(one.victim, one.length),
+            "skew": lambda one: self._crew.kill(one.victim, skew=(one.luck * 2 - 1) * DAY),
+        }
+        return by_verb[verb](fault)
+
+    async def _hit_server(self, verb: str, length: float) -> None:
+        server = self._database
+        if isinstance(server, str):
+            return
+        await asyncio.to_thread(server.kill9 if verb == "kill" else server.pause)
+        await asyncio.sleep(length)
+        await asyncio.to_thread(server.start if verb == "kill" else server.resume)
+
+    def _hold_lock(self, length: float) -> None:
+        with contextlib.closing(sqlite3.connect(str(self._database), timeout=10)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            time.sleep(length)
+            connection.rollback()
+
+    async def _disturb(self, proxy: FaultProxy, fault: Fault) -> None:
+        match fault.kind:
+            case "cut":
+                proxy.cut()
+            case "black hole":
+                proxy.black_hole()
+            case "one-way black hole":
+                proxy.black_hole("replies" if fault.luck < 0.5 else "requests")  # noqa: PLR2004 -- heads or tails
+            case "refuse":
+                await proxy.refuse()
+                proxy.cut()
+            case "latency":
+                proxy.latency = timedelta(milliseconds=5 + 100 * fault.luck)
+            case _:
+                self._lose_reply(proxy, fault)
+        await asyncio.sleep(fault.length)
+        proxy.heal()
+        await proxy.accept()
+
+    def _lose_reply(self, proxy: FaultProxy, fault: Fault) -> None:
+        """Withhold the reply to a COMMIT, a claim or a settlement, or to whatever comes next."""
+        patterns = self._crew.telltales(fault.victim.partition(" ")[0])
+        pattern = patterns[int(fault.luck * len(patterns))]
+        if pattern:
+            proxy.drop_reply(pattern, nth=1 + int(fault.luck * 100) % 3)
+        else:
+            proxy.truncate(after=0)

@@ -1,0 +1,204 @@
+"""A producer process: writes its business rows and its messages in one transaction, and sometimes rolls back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Final
+from uuid import UUID
+
+from postroom import Outbox
+from postroom.errors import CommitUnknownError
+
+from .desk import Desk, Rollback, desk_for
+from .history import History, Stage
+from .worker import Setting, at_work
+
+__all__ = ["Draft", "Producer", "main"]
+
+_TOPICS: Final = ("orders", "mail")
+_KEYS: Final = 6
+#: What transactions add, by how often.
+_MIX: Final = {"poison": 10, "reject": 10, "killer": 0.2, "deduped": 100, "delayed": 80, "batch": 800}
+_FATED: Final = 20
+_ROLLED_BACK: Final = 0.15
+#: How long a transaction may take, faults included.
+_PATIENCE: Final = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A message before it is added."""
+
+    topic: str
+    key: str | None
+    n: int
+    kind: str = "plain"
+    dedupe: str | None = None
+    delay: float = 0.0
+
+    @property
+    def event(self) -> dict[str, object]:
+        """What the message says."""
+        return {"n": self.n, "kind": self.kind}
+
+
+class Producer:
+    """Owns some keys, and numbers the messages of each."""
+
+    def __init__(self, setting: Setting, desk: Desk, history: History) -> None:
+        index = int(setting.name[1:])
+        self._name = f"{setting.name}.{setting.life}"
+        self._rng = random.Random(f"{setting.seed} {self._name}")
+        self._desk = desk
+        self._history = history
+        # The key of a transaction whose outcome is unknown goes on only where the order is the store's concern.
+        self._is_strict = index % 2 == 0
+        self._outbox = Outbox(strict_order=self._is_strict)
+        self._numbers: dict[str, int] = defaultdict(int)
+        self._keys = [f"{self._name}/{number}" for number in range(_KEYS)]
+        self._made = _KEYS
+        self._transactions = 0
+        self._dedupes: list[str] = []
+
+    async def work(self) -> None:
+        """Make one transaction and write down how it ended."""
+        self._transactions += 1
+        name = f"{self._name}-{self._transactions}"
+        drafts, is_kept, is_done = self._drafts(), not self._chance(_ROLLED_BACK), False
+        try:
+            async with asyncio.timeout(_PATIENCE), self._desk.transaction(self._outbox) as connection:
+                await self._add(name, connection, drafts)
+                self._decide(is_kept=is_kept)
+                is_done = True
+        except Rollback:
+            self._end(name, "fail")
+        except (CommitUnknownError, TimeoutError) as error:
+            # Before the end of the block nothing was asked to commit.
+            self._end(name, "info" if is_done else "fail", error)
+            self._forget(drafts)
+        except Exception as error:  # noqa: BLE001 -- whatever a library raises, it says that nothing was committed
+            self._end(name, "fail", error)
+        else:
+            self._end(name, "ok")
+            self._keep(drafts)
+
+    async def _add(self, name: str, connection: object, drafts: Sequence[Draft]) -> None:
+        added: list[tuple[Draft, UUID | None, bool]] = []
+        for together in _batches(drafts):
+            first = together[0]
+            results = await self._desk.add(
+                self._outbox,
+                connection,
+                [draft.event for draft in together],
+                topic=first.topic,
+                key=first.key,
+                dedupe_key=first.dedupe,
+                delay=timedelta(seconds=first.delay),
+            )
+            added += [(draft, one.id, one.added) for draft, one in zip(together, results, strict=True)]
+        await self._desk.note(connection, [identity for _, identity, is_new in added if identity and is_new])
+        messages = [{**asdict(draft), "id": str(identity), "added": new} for draft, identity, new in added]
+        self._history.write("enqueue", "invoke", tx=name, messages=messages)
+
+    @staticmethod
+    def _decide(*, is_kept: bool) -> None:
+        if not is_kept:
+            raise Rollback
+
+    def _end(self, name: str, stage: Stage, error: BaseException | None = None) -> None:
+        told = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:200]}
+        self._history.write("enqueue", stage, tx=name, **told)
+
+    def _keep(self, drafts: Sequence[Draft]) -> None:
+        for draft in drafts:
+            if draft.key is not None:
+                self._numbers[draft.key] = draft.n
+            if draft.dedupe is not None:
+                self._dedupes.append(draft.dedupe)
+
+    def _forget(self, drafts: Sequence[Draft]) -> None:
+        """Go on after an unknown outcome: with the next number where order is strict, else with another key."""
+        if self._is_strict:
+            self._keep(drafts)
+            return
+        for key in {draft.key for draft in drafts} & set(self._keys):
+            self._keys[self._keys.index(str(key))] = f"{self._name}/{self._made}"
+            self._made += 1
+
+    def _drafts(self) -> list[Draft]:
+        """Return what one transaction adds: a batch of one key, or single messages of several kinds."""
+        # One is sure to come early in every run: nothing else leads a message through all of its attempts to the sweep.
+        is_fated = (self._name, self._transactions) == ("p0.0", _FATED)
+        kind = "killer" if is_fated else self._rng.choices(list(_MIX), list(_MIX.values()))[0]
+        if kind == "deduped":
+            return [self._deduped()]
+        if kind not in {"batch", "delayed"}:
+            return self._doomed(kind)
+        key = None if self._chance(0.25) else self._rng.choice(self._keys)
+        if kind == "delayed":
+            return [self._draft(key, ahead=1, delay=self._rng.uniform(0.05, 1.0))]
+        return [self._draft(key, ahead=number + 1) for number in range(self._rng.choice((1, 1, 2, 5, 12)))]
+
+    def _doomed(self, kind: str) -> list[Draft]:
+        """Return a message that will be dead, alone or between others of a key that then is done with."""
+        if kind == "killer" or self._chance(0.5):
+            return [self._draft(None, ahead=1, kind=kind)]
+        key = self._retire()
+        return [self._draft(key, ahead=1), self._draft(key, ahead=2, kind=kind), self._draft(key, ahead=3)]
+
+    def _chance(self, share: float) -> bool:
+        return self._rng.random() < share
+
+    def _retire(self) -> str:
+        place = self._rng.randrange(len(self._keys))
+        key, self._keys[place] = self._keys[place], f"{self._name}/{self._made}"
+        self._made += 1
+        return key
+
+    def _draft(self, key: str | None, *, ahead: int, kind: str = "plain", delay: float = 0.0) -> Draft:
+        # A key belongs to one topic; without a key anything goes.
+        topic = self._rng.choice(_TOPICS) if key is None else _TOPICS[int(key.rpartition("/")[2]) % 2]
+        number = 0 if key is None else self._numbers[key] + ahead
+        return Draft(topic=topic, key=key, n=number, kind=kind, delay=delay)
+
+    def _deduped(self) -> Draft:
+        is_repeat = bool(self._dedupes) and self._chance(0.4)
+        dedupe = self._rng.choice(self._dedupes) if is_repeat else f"{self._name}:{self._transactions}"
+        return Draft(topic="mail", key=None, n=0, dedupe=dedupe)
+
+
+def _batches(drafts: Sequence[Draft]) -> list[list[Draft]]:
+    """Part drafts into those that one call of `add` can take: same topic and key, one after the other."""
+    batches: list[list[Draft]] = []
+    for draft in drafts:
+        if batches and (batches[-1][0].topic, batches[-1][0].key) == (draft.topic, draft.key):
+            batches[-1].append(draft)
+        else:
+            batches.append([draft])
+    return batches
+
+
+async def _run(setting: Setting) -> None:
+    history = History(setting.place, setting.name)
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+    history.write("start", "ok", life=setting.life, skew=setting.skew)
+    at_work()
+    pause = random.Random(setting.seed)
+    async with desk_for(setting.store, setting.url) as desk:
+        producer = Producer(setting, desk, history)
+        while not stopping.is_set():
+            await producer.work()
+            await asyncio.sleep(pause.uniform(0.0, 0.05))
+    history.write("stop", "ok", life=setting.life)
+
+
+def main(setting: Setting) -> None:
+    """Produce until told to stop."""
+    asyncio.run(_run(setting))

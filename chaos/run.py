@@ -1,0 +1,218 @@
+"""One run: faults under load, then peace until everything is settled, then the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from postroom.stores import SQLStore, open_url
+from postroom.testing.faults import FaultProxy
+from postroom.testing.servers import MariaDBServer, PostgresServer, SqlServer
+
+from .audit import Truth, truth_of
+from .crew import Crew
+from .dispatcher import MAX_ATTEMPTS
+from .evidence import gather
+from .history import History, read
+from .nemesis import Nemesis, plan
+from .report import Verdict, judge, write
+from .worker import Setting
+
+__all__ = ["Options", "run"]
+
+_SERVERS: Final[dict[str, type[SqlServer]]] = {"postgres": PostgresServer, "mariadb": MariaDBServer}
+_WORKERS: Final = ("d0", "d1", "d2", "p0", "p1")
+#: How long nothing may move before what is left counts as stuck.
+_PATIENCE: Final = 15.0
+_LOOPBACK: Final = "127.0.0.1"
+_ALARMS: Final = ("Traceback", "never retrieved", "never awaited", "Exception ignored", "Error:")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a run is made of; with the same seed it meets the same faults."""
+
+    store: str
+    seconds: float
+    seed: int
+    folder: str
+    variant: str | None = None
+
+    @property
+    def on_dead(self) -> str:
+        """Both policies are exercised, by turns."""
+        return "block" if self.seed % 2 else "skip"
+
+
+async def run(options: Options) -> Verdict:
+    """Run chaos and return the verdict; the folder holds all evidence."""
+    folder = Path(options.folder)
+    async with _database(options) as (url, server):
+        truth = truth_of(options.store, url)
+        store = open_url(url)
+        assert isinstance(store, SQLStore)  # noqa: S101 -- the only kind that is put to the test here
+        await store.apply_schema()
+        await store.close()
+        truth.install()
+        history = History(folder, "nemesis")
+        crew = Crew(folder, history, options.variant)
+        try:
+            undrained, complaints = await _phases(options, crew, truth, history, server)
+        finally:
+            await crew.abandon()
+            if server is not None:
+                (folder / "server.log").write_text(server.logs())
+        evidence = gather(
+            read(folder),
+            rows=truth.rows(),
+            changes=truth.changes(),
+            business=frozenset(truth.business()),
+            max_attempts=MAX_ATTEMPTS,
+            on_dead=options.on_dead,
+            complaints=complaints,
+            undrained=undrained,
+        )
+        version = truth.version()
+    verdict = judge(evidence, store=options.store, seed=options.seed, seconds=options.seconds, version=version)
+    write(folder, verdict, evidence)
+    return verdict
+
+
+async def _phases(
+    options: Options, crew: Crew, truth: Truth, history: History, server: SqlServer | None
+) -> tuple[int, list[str]]:
+    """Have chaos, then heal and drain, then stop; return what was left, and complaints."""
+    faults = plan(options.seed, options.seconds, options.store, _WORKERS)
+    told = {**asdict(options), "on_dead": options.on_dead, "commit": _commit(), "python": sys.version.split()[0]}
+    (Path(options.folder) / "options.json").write_text(json.dumps(told, indent=2) + "\n")
+    (Path(options.folder) / "schedule.json").write_text(json.dumps([asdict(fault) for fault in faults]) + "\n")
+    async with _proxies(server) as proxies:
+        for name in ("receiver", *_WORKERS):
+            crew.hire(_setting(options, name, truth.url, proxies.get(name)))
+        database = truth.url.removeprefix("sqlite:///") if server is None else server
+        nemesis = Nemesis(faults, crew, history, proxies=proxies, database=database)
+        async with asyncio.timeout(120):
+            await crew.assemble()
+        async with asyncio.timeout(options.seconds + 120):
+            await asyncio.gather(nemesis.rage(options.seconds), _progress(options, truth))
+        await crew.dismiss("p")
+        undrained = await _drain(truth)
+        left = [f"a transaction was left open: {one}" for one in await _lasting(truth.idle_transactions)]
+        await crew.dismiss("d")
+        left += [f"a session was left: {one}" for one in await _lasting(truth.sessions)]
+    return undrained, [*crew.failures, *crew.errors(lambda line: any(alarm in line for alarm in _ALARMS)), *left]
+
+
+async def _progress(options: Options, truth: Truth) -> None:
+    """Say now and then how it goes; faults may end earlier than the time does."""
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < options.seconds:
+        await asyncio.sleep(min(5.0, options.seconds - passed))
+        try:
+            waiting, done = await asyncio.to_thread(truth.unsettled)
+            state = f"{done} messages settled, {waiting} waiting"
+        except Exception:  # noqa: BLE001 -- whatever the driver says of a server that is down
+            state = "the database is away"
+        print(f"{time.monotonic() - began:5.0f} of {options.seconds:.0f} s: {state}", file=sys.stderr, flush=True)
+
+
+async def _drain(truth: Truth) -> int:
+    """Wait until nothing waits any more, or nothing moves; return how much is left."""
+    left, moved = await asyncio.to_thread(truth.unsettled), time.monotonic()
+    while left[0] and time.monotonic() - moved < _PATIENCE:
+        await asyncio.sleep(0.25)
+        now = await asyncio.to_thread(truth.unsettled)
+        if now != left:
+            left, moved = now, time.monotonic()
+    return left[0]
+
+
+async def _lasting(ask: Callable[[], list[str]]) -> list[str]:
+    """Return what there is when there should be nothing; a server needs a moment to notice that a client is gone."""
+    deadline = time.monotonic() + _PATIENCE
+    left = await asyncio.to_thread(ask)
+    while left and time.monotonic() < deadline:
+        await asyncio.sleep(0.25)
+        left = await asyncio.to_thread(ask)
+    return left
+
+
+def _setting(options: Options, name: str, url: str, proxy: FaultProxy | None) -> Setting:
+    if proxy is not None:
+        url = urlsplit(url)._replace(netloc=_netloc(url, proxy.port)).geturl()
+    if options.store == "postgres" and name == "d1":
+        url = url.replace("postgresql://", "postgresql+psycopg://")
+    return Setting(
+        name=name,
+        store=options.store,
+        url=url,
+        folder=options.folder,
+        port=_port_of(options),
+        seed=options.seed,
+        on_dead=options.on_dead,
+    )
+
+
+_PORTS: Final[dict[str, int]] = {}
+
+
+def _port_of(options: Options) -> int:
+    """Return the receiver's port: free when first asked for, and below those of outgoing connections."""
+    while options.folder not in _PORTS:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_LOOPBACK, port))
+            _PORTS[options.folder] = port
+    return _PORTS[options.folder]
+
+
+def _netloc(url: str, port: int) -> str:
+    user, _, _ = urlsplit(url).netloc.rpartition("@")
+    return f"{user}@{_LOOPBACK}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def _database(options: Options) -> AsyncIterator[tuple[str, SqlServer | None]]:
+    if options.store == "sqlite":
+        yield f"sqlite:///{options.folder}/chaos.sqlite3", None
+        return
+    server = _SERVERS[options.store]()
+    await asyncio.to_thread(server.start)
+    try:
+        yield await asyncio.to_thread(server.create_database, "chaos"), server
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+@contextlib.asynccontextmanager
+async def _proxies(server: SqlServer | None) -> AsyncIterator[dict[str, FaultProxy]]:
+    """Yield a proxy for each worker that has a network."""
+    async with contextlib.AsyncExitStack() as stack:
+        proxies: dict[str, FaultProxy] = {}
+        if server is not None:
+            for name in _WORKERS:
+                proxies[name] = await stack.enter_async_context(FaultProxy(_LOOPBACK, server.port))
+        yield proxies
+
+
+def _commit() -> str:
+    """Return which version of the source this is, if git can tell."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607 -- whatever git there is
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()

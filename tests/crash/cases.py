@@ -1,0 +1,141 @@
+"""What a case of the crash matrix says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from .worker import Arm
+
+__all__ = [
+    "ALL",
+    "POSTGRES",
+    "TRANSACTIONS",
+    "WIRED",
+    "Case",
+    "Dispatching",
+    "Producing",
+    "Sequel",
+    "State",
+    "fails",
+    "why_not",
+]
+
+NO_WIRE: Final = "SQLite has no wire: there is nothing to cut and no reply to lose"
+POSTGRES: Final = ("postgres",)
+#: Where a call is one transaction of several statements.
+TRANSACTIONS: Final = ("mariadb", "sqlite")
+WIRED: Final = ("postgres", "mariadb")
+ALL: Final = ("postgres", "mariadb", "sqlite")
+
+#: How a case goes on after the fault: another dispatcher takes over because the first is dead, because it has ended,
+#: or while it stands still; or the first goes on alone.
+Sequel: TypeAlias = Literal["dead", "ended", "stalled", "alone"]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A row of the outbox: what it is, its token and its attempts; None stands for whatever it may be."""
+
+    status: str
+    token: int | None
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatching:
+    """What must be seen when a dispatcher is hit."""
+
+    row: str
+    arms: Sequence[Arm]
+    sequel: Sequel
+    stores: Sequence[str] = ALL
+    #: Why the row does not exist for SQLite, where that is not plain from the row.
+    why_not: str = ""
+    #: What the messages are right after the crash, or while the dispatcher stands still.
+    crash: State | None = None
+    #: What the other dispatcher makes of them before the stalled one goes on; the same as ``final`` if None.
+    meanwhile: State | None = None
+    #: Whether the other dispatcher is publishing them when the stalled one goes on, and for as long as that settles.
+    in_flight: bool = False
+    final: State | None
+    #: How often each message may be received.
+    received: Sequence[int] = (1,)
+    #: What becomes of the other messages where only the first is hit; None if all of them are.
+    others: State | None = None
+    #: What becomes of messages behind another one of their key, where that is something else.
+    followers: State | None = None
+    others_received: Sequence[int] = (1,)
+    #: Of how many claims the first dispatcher says that they were lost: all, none, or any number.
+    lost: Literal["all", "none", "any"] = "none"
+    #: Events that the first dispatcher tells.
+    tells: Sequence[str] = ()
+    #: How the messages are before the case: waiting, delivered, or without attempts left.
+    before: Literal["waiting", "delivered", "spent"] = "waiting"
+    #: Which messages there are in PostgreSQL, where a claim brings such with keys or without.
+    lanes: Sequence[str] = ("keyed", "loose")
+    each: bool = False
+    keep: bool = True
+    max_attempts: int = 5
+    on_dead: Literal["block", "skip"] = "block"
+    lease: float = 0.8
+    publish_timeout: float = 0.35
+    cleanup_interval: float = 60
+
+    @property
+    def name(self) -> str:
+        notes = [note for note, is_so in self._notes if is_so]
+        return _name("3.5", self.row, self.arms) + "".join(f", {note}" for note in notes)
+
+    @property
+    def _notes(self) -> Sequence[tuple[str, bool]]:
+        return (
+            ("in flight", self.in_flight),
+            ("one by one", self.each),
+            ("on the last attempt", self.max_attempts == 1),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Producing:
+    """What must be seen when a producer is hit."""
+
+    row: str
+    arms: Sequence[Arm]
+    stores: Sequence[str] = ALL
+    #: Why the row does not exist for SQLite, where that is not plain from the row.
+    why_not: str = ""
+    #: Whether the transaction is stored in the end, business rows and messages alike; None if it may be.
+    stored: bool | None
+    #: What the caller hears; None if it is dead by then, and "something" for an error of its database library.
+    heard: str | None
+    #: What the caller finds when it looks after an unknown COMMIT.
+    found: bool | None = None
+
+    @property
+    def name(self) -> str:
+        return _name("3.1", self.row, self.arms)
+
+
+Case: TypeAlias = Dispatching | Producing
+
+
+def why_not(case: Case, store: str) -> str:
+    """Return why a case that other stores have cannot happen in this one, if that is so."""
+    if store != "sqlite" or store in case.stores:
+        return ""
+    return NO_WIRE if any(arm.action in {"cut", "lose"} for arm in case.arms) else case.why_not
+
+
+def _name(section: str, row: str, arms: Sequence[Arm]) -> str:
+    steps = " then ".join(
+        f"{arm.action}{f' {arm.what}' if arm.what else ''} at {arm.point}{f' {arm.nth}' if arm.nth > 1 else ''}"
+        for arm in arms
+    )
+    return f"{section} {row.replace('→', '->')}: {steps}"
+
+
+def fails(point: str, nth: int = 1, what: str = "StoreUnavailableError") -> Arm:
+    """Have an error raised at a point."""
+    return Arm(point, "fail", nth, what)

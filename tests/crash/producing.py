@@ -1,0 +1,70 @@
+"""The rows of the crash matrix about producers: reliability section 3.1, without its consumers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from .cases import POSTGRES, TRANSACTIONS, WIRED, Producing, fails
+from .worker import Arm
+
+__all__ = ["PRODUCING"]
+
+PRODUCING: Final[Sequence[Producing]] = (
+    *[
+        Producing(row=row, arms=[Arm(point, "kill", nth)], stored=False, heard=None)
+        for row, point, nth in (
+            ("a-b", "tx.begin", 1),
+            ("c-e", "add.before", 1),
+            ("c-e", "add.before", 2),
+            ("c-e", "add.after", 2),
+            ("f, not applied", "commit.before", 1),
+        )
+    ],
+    *[
+        Producing(row="c-e", arms=[fails(point, nth, "RuntimeError")], stored=False, heard="RuntimeError")
+        for point, nth in (("tx.begin", 1), ("add.before", 2), ("add.after", 2), ("commit.before", 1))
+    ],
+    *[
+        Producing(
+            row="cancel / timeout in c-g", arms=[Arm(point, "cancel_self", nth)], stored=False, heard="CancelledError"
+        )
+        for point, nth in (("add.before", 1), ("add.before", 2))
+    ],
+    *[
+        Producing(
+            row="cancel / timeout in c-g",
+            arms=[Arm(point, "cancel_self", nth)],
+            stores=stores,
+            stored=stored,
+            heard="CancelledError",
+        )
+        for point, nth in (("add.after", 2), ("commit.before", 1))
+        # Others than asyncpg may have sent the COMMIT by then.
+        for stores, stored in ((POSTGRES, False), (TRANSACTIONS, None))
+    ],
+    Producing(row="c-e", arms=[Arm("add.before", "cut", 2)], stores=WIRED, stored=False, heard="something"),
+    Producing(row="c-e", arms=[Arm("add.after", "cut", 2)], stores=POSTGRES, stored=False, heard="something"),
+    Producing(
+        row="f, not applied", arms=[Arm("commit.before", "cut")], stores=POSTGRES, stored=False, heard="something"
+    ),
+    Producing(
+        row="f, not applied, which the caller cannot know",
+        arms=[Arm("commit.before", "cut")],
+        stores=("mariadb",),
+        stored=True,  # by the second try, for which the first had to be known to be void
+        heard="CommitUnknownError",
+        found=False,
+    ),
+    Producing(
+        row="g, reply lost",
+        arms=[Arm("commit.before", "lose", 1, "COMMIT")],
+        stores=WIRED,
+        stored=True,
+        heard="CommitUnknownError",
+        found=True,
+    ),
+    Producing(row="h-i", arms=[Arm("commit.after", "kill")], stored=True, heard=None),
+    Producing(row="h-i", arms=[fails("commit.after", 1, "RuntimeError")], stored=True, heard="RuntimeError"),
+    Producing(row="h-i", arms=[Arm("commit.after", "cut")], stores=WIRED, stored=True, heard="nothing"),
+)
