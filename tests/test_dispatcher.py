@@ -849,6 +849,30 @@ async def test_a_publisher_whose_own_wait_is_cancelled_strands_nothing(in_batche
         await bench.until_status(*["delivered"] * 5)
 
 
+@pytest.mark.parametrize("in_batches", [True, False])
+async def test_a_publisher_that_cancels_its_own_task_strands_nothing(in_batches: bool) -> None:  # noqa: FBT001
+    """G2: what nobody else would ever settle counts as failed, and is tried again."""
+    bench, failures = Bench(), 2
+
+    async def send(message: Message) -> None:
+        nonlocal failures
+        task = asyncio.current_task()
+        if failures and task is not None:
+            failures -= 1
+            task.cancel()
+        await asyncio.sleep(0)
+
+    class Batches:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            for message in messages:
+                await send(message)
+            return [Delivered()] * len(messages)
+
+    bench.add(5)
+    async with bench.running(Batches() if in_batches else send):
+        await bench.until_status(*["delivered"] * 5)
+
+
 @pytest.mark.parametrize(
     "answer",
     [True, "yes", Retry("later", timedelta.max), Retry(ValueError("no"), timedelta(0)), Retry("no", 5)],  # type: ignore[arg-type]

@@ -344,7 +344,10 @@ class Dispatcher:
         try:
             if tried:
                 await self._publish(tried)
-        except Exception as error:  # noqa: BLE001 -- a batch must not end without an outcome, whatever went wrong
+        except (Exception, asyncio.CancelledError) as error:
+            # A batch must not end without an outcome, whatever went wrong; cancelled by a stop it is given back there.
+            if self._stopping.is_set() and isinstance(error, asyncio.CancelledError):
+                raise
             failed = self._judge(tried, [Retry(describe(error))] * len(tried))
             outcomes = {claim.message.id: outcome for claim, outcome in zip(tried, failed.outcomes, strict=True)}
             undecided = self._custody.undecided(tried)

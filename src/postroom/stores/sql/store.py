@@ -89,7 +89,8 @@ class SQLStore:
         self._driver = driver
         self._timeout = timeout
         self._is_open = False
-        self._turn = 0
+        #: How many claims are made before suspects are asked for first.
+        self._until_suspects = SUSPECTS_EVERY
         self._keyed_first = False
         self._passed_over = 0
         self._walk = Walk()
@@ -137,9 +138,11 @@ class SQLStore:
         return [claim for claim in claims if claim is not None]
 
     def _claiming(self, limit: int, terms: ClaimTerms) -> Script[tuple[Sequence[Row], bool]]:
-        self._turn += 1
-        if self._turn % SUSPECTS_EVERY == 0:
+        self._until_suspects -= 1
+        if self._until_suspects <= 0:
             suspects = yield from self._dialect.claim_suspect(self.namespace, terms)
+            # A worker that dies three times leaves many behind: every other claim is theirs until they are gone.
+            self._until_suspects = 2 if suspects else SUSPECTS_EVERY
             if suspects:
                 return suspects, True
         rows: list[Row] = []
@@ -272,9 +275,11 @@ class PostgresStore(SQLStore):
         self._is_open = False
         for hint in self._hints:
             hint.cancel()
-        if self._hints:
-            await asyncio.wait(self._hints)
-        await super().close()
+        try:
+            if self._hints:
+                await asyncio.wait(self._hints)
+        finally:  # who stops waiting must not leave the connections open
+            await super().close()
 
     def notify(self) -> None:
         """Hint to dispatchers of other processes that there is work, at most once in ten milliseconds.
