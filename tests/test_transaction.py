@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
@@ -20,6 +21,7 @@ from postroom import Outbox
 from postroom.errors import CommitUnknownError, TransactionAbortedError, UnknownConnectionError
 from postroom.stores import PostgresStore
 from postroom.stores.sql.transaction import transaction
+from postroom.testing.faults import FaultProxy
 
 
 class Bell:
@@ -137,13 +139,17 @@ async def test_an_error_that_was_caught_does_not_pass_for_a_commit(pool: Any, ds
     bell = Bell()
     outbox = Outbox(wake=bell)
 
-    with pytest.raises(TransactionAbortedError, match="roll back and start again"):
-        async with outbox.transaction(pool) as connection:
-            await outbox.add(connection, {"n": 1}, topic="t")
-            with suppress(asyncpg.PostgresError, DBAPIError):
-                await execute(connection, "SELECT * FROM no_such_table")
+    for _ in range(2):  # the first commit teaches how to hear the answer of the second
+        with pytest.raises(TransactionAbortedError, match="roll back and start again"):
+            async with outbox.transaction(pool) as connection:
+                await outbox.add(connection, {"n": 1}, topic="t")
+                with suppress(asyncpg.PostgresError, DBAPIError):
+                    await execute(connection, "SELECT * FROM no_such_table")
+        assert (bell.rung, await stored(dsn)) == (0, 0)
 
-    assert (bell.rung, await stored(dsn)) == (0, 0)
+        async with outbox.transaction(pool) as connection:
+            await execute(connection, "SELECT 1")
+        bell.rung = 0
 
 
 async def test_a_connection_that_breaks_before_the_commit_is_no_unknown_outcome(pool: Any, dsn: str) -> None:  # noqa: ANN401
@@ -289,6 +295,22 @@ NO_TLS = {kind: "ssl=disable" if kind.endswith("-asyncpg") else "sslmode=disable
 
 
 # -- the rest --------------------------------------------------------------------------------------------------
+
+
+async def test_a_connection_that_breaks_after_the_commit_does_not_pass_for_a_failure(dsn: str) -> None:
+    """G12: the pool cannot take the connection back, but the commit was answered: nobody may hear of an error."""
+    url = urlsplit(dsn)
+    bell = Bell()
+    async with FaultProxy(str(url.hostname), url.port or 5432) as proxy:
+        through = url._replace(netloc=f"{url.username}@127.0.0.1:{proxy.port}").geturl()
+        async with asyncpg.create_pool(through, min_size=1, max_size=1) as pool:
+            proxy.drop_reply(b"RESET ALL")
+            async with transaction(pool, bell) as connection:
+                await execute(connection, "INSERT INTO business VALUES (1, 1)")
+
+    assert proxy.dropped == 1
+    assert bell.rung == 1
+    assert await ask(dsn, "SELECT count(*) FROM business") == 1
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ class NetworkDriver(ABC, Generic[C]):
         self._size = size
         self._idle: list[C] = []
         self._gate = asyncio.Semaphore(size)
+        #: How often the connections were closed; one from before must not be used after it.
+        self._closings = 0
         self._pid = os.getpid()
         self._inherited: list[C] = []
 
@@ -80,6 +82,7 @@ class NetworkDriver(ABC, Generic[C]):
             self._gate = asyncio.Semaphore(self._size)
 
     async def _run(self, script: Script[T], *, atomic: bool) -> T:
+        closings = self._closings
         connection = await self._take()
         work = asyncio.create_task(self._work(connection, script, atomic=atomic))
         try:
@@ -97,19 +100,36 @@ class NetworkDriver(ABC, Generic[C]):
             if isinstance(translated, StoreUnavailableError):
                 await self.close()  # what broke this connection broke the idle ones too
             raise translated from self._cause(error)
-        self._idle.append(connection)
+        if closings == self._closings:
+            self._idle.append(connection)
+        else:
+            self._discard(connection)
         return result
 
     async def _take(self) -> C:
         return self._idle.pop() if self._idle else await self._connected()
 
     async def _connected(self) -> C:
+        connecting = asyncio.create_task(self.connect())
         try:
-            return await self.connect()
+            # From outside, since a library may finish in spite of a cancellation, and nobody would ever hear of that.
+            await asyncio.wait({connecting})
+        except asyncio.CancelledError:
+            connecting.add_done_callback(self._decline)
+            connecting.cancel()
+            await asyncio.wait({connecting}, timeout=FAREWELL)
+            raise
+        try:
+            return connecting.result()
         except Exception as error:  # noqa: BLE001 -- translated, whatever it is
             translated = self._translated(error)
         # Not chained: what a library keeps with an error of its login may be the password.
         raise translated
+
+    def _decline(self, connecting: asyncio.Task[C]) -> None:
+        """Close a connection that nobody waits for any more."""
+        if not connecting.cancelled() and connecting.exception() is None:
+            self._discard(connecting.result())
 
     async def _work(self, connection: C, script: Script[T], *, atomic: bool) -> T:
         if not atomic:
@@ -124,6 +144,8 @@ class NetworkDriver(ABC, Generic[C]):
         return result
 
     async def _throw_away(self, connection: C, work: asyncio.Task[Any]) -> None:
+        if work.done():
+            _forget(work)  # at once: the loop may be about to end, and then no callback comes any more
         work.add_done_callback(_forget)
         self.abort(connection)
         # A broken connection ends the work by itself; to cancel it as well makes some libraries ask the server first.
@@ -161,9 +183,13 @@ class NetworkDriver(ABC, Generic[C]):
         """Close the idle connections; those in use are closed by their users."""
         self._notice_fork()
         idle, self._idle = self._idle, []
+        self._closings += 1
         for connection in idle:
-            self.abort(connection)
-            self.free(connection)
+            self._discard(connection)
+
+    def _discard(self, connection: C) -> None:
+        self.abort(connection)
+        self.free(connection)
 
     @abstractmethod
     async def connect(self) -> C:

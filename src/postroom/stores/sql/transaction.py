@@ -7,7 +7,9 @@ import logging
 import sqlite3
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any, Final
+from contextlib import AbstractAsyncContextManager
+from functools import lru_cache
+from typing import Any, ClassVar, Final, Self
 
 from ...errors import CommitUnknownError, StoreUnavailableError, TransactionAbortedError, UnknownConnectionError
 from .errors import mysql_error, postgres_error
@@ -29,48 +31,103 @@ _DRIVERS: Final = frozenset({"asyncpg", "psycopg", "asyncmy", "pymysql", "aiomys
 _logger = logging.getLogger("postroom")
 
 
-@contextlib.asynccontextmanager
-async def transaction(pool: Foreign, wake: Wake | None) -> AsyncGenerator[Foreign]:
-    """Open a transaction on a pool, yield what it holds, commit it and call ``wake``.
-
-    A session tells of its commit by itself once something was added to it, so ``wake`` is left to it.
-    """
-    names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(pool).__mro__}
-    if "asyncpg.Pool" in names:
-        opened = _asyncpg(pool)
-    elif "sqlalchemy.AsyncEngine" in names:
-        opened = _sqlalchemy(pool.connect())
-    elif "sqlalchemy.async_sessionmaker" in names:
-        opened, wake = _sqlalchemy(pool()), None
-    else:
+def transaction(pool: Foreign, wake: Wake | None) -> AbstractAsyncContextManager[Foreign]:
+    """Open a transaction on a pool, yield what it holds, commit it and call ``wake``."""
+    opener = _opener(type(pool))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+    if opener is None:
         raise UnknownConnectionError(pool, _ACCEPTED)
-    async with opened as connection:
+    return opener(pool, wake)
+
+
+@lru_cache(maxsize=64)
+def _opener(kind: type) -> Callable[[Foreign, Wake | None], AbstractAsyncContextManager[Foreign]] | None:
+    names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__}
+    if "asyncpg.Pool" in names:
+        return _asyncpg
+    if "sqlalchemy.AsyncEngine" in names:
+        return _engine
+    return _sessions if "sqlalchemy.async_sessionmaker" in names else None
+
+
+@contextlib.asynccontextmanager
+async def _asyncpg(pool: Foreign, wake: Wake | None) -> AsyncGenerator[Foreign]:
+    connection = await pool.acquire()
+    try:
+        begun = connection.transaction()
+        await begun.start()
+        try:
+            yield connection
+            if not _Heard.is_understood:
+                with _aborted_is_told():
+                    await connection.execute(_PROBE)
+        except BaseException:
+            # Without a connection there is nothing left to roll back, and the first error says why.
+            with contextlib.suppress(Exception):
+                await begun.rollback()
+            raise
+        heard = _Heard.listen(begun)
+        # To a connection that is known to be closed COMMIT is not even sent.
+        with contextlib.nullcontext() if connection.is_closed() else _unknown_is_told():
+            await begun.commit()
+        if heard.answer == "ROLLBACK":
+            raise TransactionAbortedError
+        if wake is not None:
+            hint(wake)  # before the pool resets the connection, which is another round trip
+    finally:
+        # A pool that cannot reset a connection closes it and raises: how the transaction ended is known by then,
+        # and an error now would tell of a commit as if it had failed.
+        with contextlib.suppress(Exception):
+            await pool.release(connection)
+
+
+class _Heard:
+    """Stands between a transaction of asyncpg and its connection, to hear what COMMIT is answered.
+
+    asyncpg keeps that to itself, and to ask before every COMMIT whether the transaction has failed would cost a round
+    trip. Should another version of it not go through here, the answer is not heard, and asking goes on.
+    """
+
+    #: Whether an answer was ever heard.
+    is_understood: ClassVar[bool] = False
+
+    #: What it has of its own; everything else is the connection's.
+    _connection: Foreign
+    answer: str
+
+    def __init__(self, connection: Foreign) -> None:
+        self.__dict__.update(_connection=connection, answer="")
+
+    @classmethod
+    def listen(cls, begun: Foreign) -> Self:
+        heard = cls(getattr(begun, "_connection", None))
+        begun._connection = heard  # noqa: SLF001
+        return heard
+
+    async def execute(self, query: str) -> str:
+        answer: str = await self._connection.execute(query)
+        self.__dict__["answer"] = answer
+        _Heard.is_understood = answer in {"COMMIT", "ROLLBACK"}
+        return answer
+
+    def __getattr__(self, name: str) -> Foreign:
+        return getattr(self._connection, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._connection, name, value)
+
+
+@contextlib.asynccontextmanager
+async def _engine(engine: Foreign, wake: Wake | None) -> AsyncGenerator[Foreign]:
+    async with _sessions(engine.connect, None) as connection:
         yield connection
     if wake is not None:
         hint(wake)
 
 
 @contextlib.asynccontextmanager
-async def _asyncpg(pool: Foreign) -> AsyncGenerator[Foreign]:
-    async with pool.acquire() as connection:
-        begun = connection.transaction()
-        await begun.start()
-        try:
-            yield connection
-            with _aborted_is_told():
-                await connection.execute(_PROBE)
-        except BaseException:
-            # Without a connection there is nothing left to roll back, and the first error says why.
-            with contextlib.suppress(Exception):
-                await begun.rollback()
-            raise
-        with _unknown_is_told():
-            await begun.commit()
-
-
-@contextlib.asynccontextmanager
-async def _sqlalchemy(opened: Foreign) -> AsyncGenerator[Foreign]:
-    async with opened as connection:  # closing it rolls back
+async def _sessions(opener: Foreign, _: Wake | None) -> AsyncGenerator[Foreign]:
+    """Open what has a ``commit``; a session tells of its own by itself, once something was added to it."""
+    async with opener() as connection:  # closing it rolls back
         yield connection
         if hasattr(connection, "flush"):
             await connection.flush()  # what fails here has nothing to do with the COMMIT

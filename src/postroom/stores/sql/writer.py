@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 from uuid import UUID
 
 from ...errors import SchemaMissingError, TransactionAbortedError, UnsupportedDatabaseError
@@ -16,7 +17,9 @@ from .dialects.sqlite import SQLite
 from .names import Names
 from .statement import ParamStyle, Result, Script, Statement, run, run_async
 
-__all__ = ["AsyncWriter", "Connection", "SyncWriter"]
+__all__ = ["AsyncWriter", "Connection", "SyncWriter", "to_its_end"]
+
+T = TypeVar("T")
 
 # Connections of other libraries have no type that could be named without importing them.
 Connection = Any
@@ -89,6 +92,21 @@ def _explain(error: Exception, dialect: Dialect) -> None:
             raise TransactionAbortedError from error
         if code in _NO_TABLE or (isinstance(code, str) and code.startswith("no such table")):
             raise SchemaMissingError(dialect.identifiers["outbox"]) from error
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work that is done on a thread, also when cancelled: the thread goes on in any case.
+
+    A statement of SQLite's whose rows nobody fetches keeps the database locked, even when its connection is closed.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # the caller has other worries
+        raise
 
 
 class SyncWriter:

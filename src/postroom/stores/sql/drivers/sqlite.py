@@ -21,6 +21,21 @@ __all__ = ["SQLiteDriver"]
 T = TypeVar("T")
 
 
+class _Session:
+    """A thread and the connection that it alone uses."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="postroom-sqlite")
+        self.connection: sqlite3.Connection | None = None
+        #: The script that the thread is busy with.
+        self.running: object = None
+
+    def disconnect(self) -> None:
+        """Close the connection, on the thread."""
+        if self.connection is not None:
+            self.connection.close()
+
+
 class SQLiteDriver:
     """One connection on one thread: a script costs one hop, whatever it does."""
 
@@ -28,46 +43,42 @@ class SQLiteDriver:
         self._path = path
         self._wal = wal
         self._busy_timeout = busy_timeout
-        self._connection: sqlite3.Connection | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        #: The script that the thread is busy with.
-        self._running: object = None
+        self._session: _Session | None = None
         self._pid = os.getpid()
         self._inherited: list[object] = []
 
     async def run(self, script: Script[T], *, atomic: bool = True, timeout: timedelta) -> T:  # noqa: ASYNC109
         """Run a script as one transaction, which is the only way SQLite writes."""
         self._notice_fork()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="postroom-sqlite")
+        session = self._session = self._session or _Session()
         # Cancelled or late, it is not begun any more; what was begun goes on to its end.
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self._work, script)
+        work = asyncio.get_running_loop().run_in_executor(session.thread, self._work, session, script)
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 return await work
         except TimeoutError:
-            if self._running is script and self._connection is not None:
-                self._connection.interrupt()
+            if session.running is script and session.connection is not None:
+                session.connection.interrupt()
             raise StoreTimeoutError(f"{self._path} did not answer within {timeout.total_seconds():g} s") from None
 
     def _notice_fork(self) -> None:
         """Let a forked child begin anew: it has no thread, and SQLite must not be carried over a fork."""
         if self._pid != os.getpid():
             # Kept, because to collect them would close what the parent uses.
-            self._inherited += [self._thread, self._connection]
-            self._thread, self._connection, self._pid = None, None, os.getpid()
+            self._inherited.append(self._session)
+            self._session, self._pid = None, os.getpid()
 
-    def _work(self, script: Script[T]) -> T:
-        self._running = script
+    def _work(self, session: _Session, script: Script[T]) -> T:
+        session.running = script
         try:
-            connection = self._connection = self._connection or self._connect()
+            connection = session.connection = session.connection or self._connect()
             return self._transact(connection, script)
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorname", None)
             kind = sqlite_error(code) if code else StoreError
             raise kind(f"{self._path}: {error}") from error
         finally:
-            self._running = None
+            session.running = None
 
     def _connect(self) -> sqlite3.Connection:
         if not self._path.parent.is_dir():
@@ -114,15 +125,12 @@ class SQLiteDriver:
     async def close(self) -> None:
         """Close the connection and end the thread."""
         self._notice_fork()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await asyncio.get_running_loop().run_in_executor(thread, self._disconnect)
-            thread.shutdown()
-
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        session, self._session = self._session, None
+        if session is not None:
+            closed = asyncio.get_running_loop().run_in_executor(session.thread, session.disconnect)
+            session.thread.shutdown(wait=False)
+            # Who stops waiting must not leave the connection open.
+            await asyncio.shield(closed)
 
 
 def _execute(connection: sqlite3.Connection, statement: Statement) -> Result:

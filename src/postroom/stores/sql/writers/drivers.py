@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ....errors import NotInTransactionError, TransactionAbortedError
 from ..statement import ParamStyle, Result, Row, Statement
-from ..writer import AsyncWriter, Connection, SyncWriter
+from ..writer import AsyncWriter, Connection, SyncWriter, to_its_end
 
 __all__ = ["Aiosqlite", "Asyncmy", "Asyncpg", "Psycopg", "PsycopgAsync", "PyMySQL", "SQLite3"]
 
@@ -104,6 +104,9 @@ class Aiosqlite(AsyncWriter):
         _require_sqlite_transaction(connection)
 
     async def execute(self, connection: Connection, statement: Statement) -> Result:
+        return await to_its_end(self._execute(connection, statement))
+
+    async def _execute(self, connection: Connection, statement: Statement) -> Result:
         sql, params = statement.bind(self.style, arrays=False)
         async with connection.execute(sql, params) as cursor:
             cursor.row_factory = None

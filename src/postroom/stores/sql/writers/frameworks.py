@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ClassVar
 
 from ....errors import NotInTransactionError
 from ....outbox import Added, Addition, Outbox, Writer
 from ..statement import ParamStyle, Result, Statement
 from ..transaction import hint, hint_after_commit
-from ..writer import Connection, SyncWriter
+from ..writer import Connection, SyncWriter, to_its_end
 
 __all__ = [
     "Django",
@@ -103,12 +103,18 @@ class SQLAlchemyAsync:
         def write(inner: Connection) -> list[Added] | Awaitable[list[Added]]:
             return self.writer.write(inner, additions, outbox, outside_transaction=outside_transaction)
 
-        added: list[Added] = await self.inner(connection).run_sync(write)
-        return added
+        inner = self.inner(connection)
+        written: Coroutine[Any, Any, list[Added]] = inner.run_sync(write)
+        return await (to_its_end(written) if _is_sqlite(inner) else written)
 
     def inner(self, connection: Connection) -> Any:  # noqa: ANN401 -- a foreign session
         """Return the connection or session itself."""
         return connection
+
+
+def _is_sqlite(holder: Connection) -> bool:
+    bound: Connection = holder.get_bind() if hasattr(holder, "get_bind") else holder
+    return bool(bound.dialect.name == "sqlite")
 
 
 class SQLAlchemyAsyncScopedSession(SQLAlchemyAsync):
