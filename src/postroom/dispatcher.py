@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +25,7 @@ from .errors import (
     StoreUnavailableError,
 )
 from .message import Message
-from .patience import persist
+from .patience import call_in, persist
 from .retry import Backoff, Delay, guarded
 from .store import Claim, ClaimTerms, Dead, OnDead, Outcome, Release, Retry, Settlement, Store
 from .upkeep import purge_forever, sweep_forever
@@ -139,7 +138,8 @@ class Dispatcher:
         self._custody = Custody(store, lease, self._tell, chunk=4 * batch)
         self._destinations = Destinations(guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell)
         self._alone: asyncio.Task[None] | None = None
-        self._claiming: deque[asyncio.Task[tuple[list[Claim], float, bool]]] = deque()
+        self._claiming: list[asyncio.Task[tuple[list[Claim], float, bool]]] = []
+        self._answered = asyncio.Event()
         self._batches: set[asyncio.Task[None]] = set()
         self._idle = SHORTEST_IDLE
         self._ramp = self._batch
@@ -202,8 +202,13 @@ class Dispatcher:
     def wake(self) -> None:
         """Look for work at once; may be called from any thread, and costs next to nothing."""
         # If it is set already, the claim that it leads to has not begun and will see everything.
-        if self._loop is not None and not self._woken.is_set() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._woken.set)
+        if self._loop is not None and not self._woken.is_set():
+            call_in(self._loop, self._look_again)
+
+    def _look_again(self) -> None:
+        self._woken.set()
+        if self._claiming and not self._stopping.is_set():
+            self._begin_claims(2)  # the one under way may have looked already
 
     def stop_soon(self) -> None:
         """Begin to stop: claim no more, finish what is under way; a second call gives up what is under way."""
@@ -253,8 +258,7 @@ class Dispatcher:
                 await self._room()
                 self._woken.clear()
                 self._begin_claims(2 if is_busy else 1)
-                claims, expires, is_busy = await asyncio.shield(self._claiming[0])
-                self._claiming.popleft()
+                claims, expires, is_busy = await self._next_claim()
                 if claims:
                     await self._start(claims, expires)
                     self._idle = SHORTEST_IDLE
@@ -275,7 +279,17 @@ class Dispatcher:
         Both together must find room.
         """
         while len(self._claiming) < wanted and not (self._claiming and self._is_crowded(ahead=len(self._claiming))):
-            self._claiming.append(asyncio.create_task(self._claim()))
+            claiming = asyncio.create_task(self._claim())
+            claiming.add_done_callback(lambda _: self._answered.set())
+            self._claiming.append(claiming)
+
+    async def _next_claim(self) -> tuple[list[Claim], float, bool]:
+        """Wait for the first claim that is answered, be it one that was begun meanwhile."""
+        while not (answered := [claiming for claiming in self._claiming if claiming.done()]):
+            self._answered.clear()
+            await self._answered.wait()
+        self._claiming.remove(answered[0])
+        return answered[0].result()
 
     async def _claim(self) -> tuple[list[Claim], float, bool]:
         """Claim a batch into custody; tell when its lease ends and whether there may be more."""

@@ -13,7 +13,7 @@ from .broker import describe
 from .errors import StoreError
 from .retry import Backoff
 
-__all__ = ["persist"]
+__all__ = ["call_in", "persist"]
 
 T = TypeVar("T")
 
@@ -51,3 +51,16 @@ async def persist(
                 tell(events.StoreRecovered(operation))
             return result
     return None
+
+
+def call_in(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """Call something in the thread of a loop: at once if this is it, or soon; never if the loop has been closed."""
+    try:
+        is_here = asyncio.get_running_loop() is loop
+    except RuntimeError:  # no loop runs in this thread
+        is_here = False
+    if is_here:
+        callback()
+        return
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)

@@ -23,6 +23,7 @@ from ...errors import (
     UnsupportedDatabaseError,
 )
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
+from ...patience import call_in
 from ...store import Claim, ClaimTerms, Features, Settlement, Stats
 from .claiming import Walk
 from .dialects.mysql import MySQL
@@ -50,8 +51,9 @@ SUSPECTS_EVERY = 16
 #: How many claims in a row may leave out the messages with a key, or those without one.
 PASSED_OVER = 4
 CONTENTION_RETRIES = 3
-#: How many seconds one hint stands for all that come after it.
+#: How many seconds apart hints are at least while they are asked for more often than CROWDED seconds apart.
 HINTS_APART = 0.01
+CROWDED = 0.003
 
 
 class SQLStore:
@@ -162,6 +164,7 @@ class SQLStore:
                 self._keyed_first, self._passed_over = not first, 0
         if rows:
             return rows, False
+        self._until_suspects = SUSPECTS_EVERY
         return (yield from self._dialect.claim_suspect(self.namespace, terms)), True
 
     def _claim_lane(self, limit: int, terms: ClaimTerms, *, keyed: bool) -> Script[Sequence[Row]]:
@@ -261,7 +264,9 @@ class PostgresStore(SQLStore):
             features=Features(wakeups=True),
         )
         self._hint: asyncio.Task[None] | None = None
-        self._hinted = -math.inf
+        #: When a hint was last sent and last asked for, and whether that was right after the one before.
+        self._hinted = self._asked = -math.inf
+        self._is_crowded = False
         self._hints: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -282,16 +287,17 @@ class PostgresStore(SQLStore):
             await super().close()
 
     def notify(self) -> None:
-        """Hint to dispatchers of other processes that there is work, at most once in ten milliseconds.
+        """Hint to dispatchers of other processes that there is work; under load at most once in ten milliseconds.
 
         May be called from any thread, after the store was opened. A hint that fails is dropped: polling is the truth.
         """
         if self._loop is None:
             raise ConfigurationError("the store is not open; call `await store.open()` before notify()")
+        now = time.monotonic()
+        self._is_crowded, self._asked = now - self._asked < CROWDED, now
         if self._hint is not None:
             return  # one is about to be sent, and will tell of this as well
-        with suppress(RuntimeError):  # the loop has been closed, and with it the store
-            self._loop.call_soon_threadsafe(self._schedule_notify)
+        call_in(self._loop, self._schedule_notify)
 
     def _schedule_notify(self) -> None:
         if self._hint is None and self._is_open:
@@ -301,8 +307,9 @@ class PostgresStore(SQLStore):
 
     async def _notify_soon(self) -> None:
         try:
-            # The first one goes out at once; those after it share one.
-            await asyncio.sleep(max(self._hinted + HINTS_APART - time.monotonic(), 0))
+            wait = self._hinted + HINTS_APART - time.monotonic()
+            if self._is_crowded and wait > 0:
+                await asyncio.sleep(wait)
         finally:
             # What commits from here on is not covered by this hint and must be able to schedule the next.
             self._hint = None
