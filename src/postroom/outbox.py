@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack, cast, overload
@@ -19,7 +19,7 @@ from .errors import (
     InvalidNameError,
     UnknownConnectionError,
 )
-from .message import DEFAULT_NAMESPACE, Limits, Message, drafted, is_namespace, uuid7, validate
+from .message import DEFAULT_NAMESPACE, Limits, Message, drafted, is_namespace, uuid7s, validate
 
 __all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncConnection", "Writer"]
 
@@ -49,8 +49,7 @@ _FIRST_YEAR: Final = 1970
 _LAST_YEAR: Final = 9998
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(NamedTuple):
     """What became of a message that was added."""
 
     #: The id under which the message is stored; None for a duplicate whose row this transaction cannot see.
@@ -239,11 +238,11 @@ class Outbox:
             options["headers"] = dict(headers)  # the caller may change its own before an async add is awaited
         additions: list[Addition] = []
         checked: set[tuple[str, str]] = set()
-        for event in events:
+        for event, identity in zip(events, uuid7s(len(events)), strict=True):
             if isinstance(event, Message):
                 message, given = self._given(event, options), True
             else:
-                message, given = self._made(event, options), False
+                message, given = self._made(event, identity, options), False
             # What comes from the options is the same for all events, and checked with the first of them.
             differing = (message.type, message.content_type)
             if given or differing not in checked or len(message.payload) > self.limits.payload:
@@ -257,13 +256,13 @@ class Outbox:
             raise InvalidMessageError(f"a Message already says its {_listed(extra)}; leave them out of add()")
         return replace(message, namespace=self.namespace, type=message.type or message.topic)
 
-    def _made(self, event: object, options: Options) -> Message:
+    def _made(self, event: object, identity: UUID, options: Options) -> Message:
         topic = options.get("topic")
         if topic is None:
             raise InvalidMessageError("add() needs topic= for an event that is not a Message")
         payload, kind, content_type = self._encoded(event, topic)
         return drafted(
-            id=uuid7(),
+            id=identity,
             topic=topic,
             payload=payload,
             type=options.get("type") or kind,
