@@ -79,6 +79,7 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
 
     return {
         "add one message": list(told(dialect.add([one], strict_order=True))),
+        "add a message that has nothing special": list(told(dialect.add([two], strict_order=False))),
         "add several messages": list(told(dialect.add([one, two], strict_order=True))),
         "add several messages that differ in their payload": list(told(dialect.add([two, alike], strict_order=False))),
         "claim messages without a key": list(told(dialect.claim_loose("shop", 1, TERMS), [], [row])),

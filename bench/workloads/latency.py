@@ -11,8 +11,8 @@ __all__ = ["noticed"]
 
 _PEERS = ("faststream_outbox", "pgqueuer", "txoutbox", "procrastinate")
 _ENTRIES = {
-    "postroom": Entry("contenders.postroom"),
-    "postroom, same process": Entry("contenders.postroom", {"near": True}),
+    "postroom": Entry("contenders.postroom", {"near": True}),
+    "postroom over NOTIFY": Entry("contenders.postroom"),
     **{name: Entry(f"contenders.{name}") for name in _PEERS},
 }
 
@@ -32,7 +32,7 @@ def noticed(bench: Bench) -> Iterator[Result]:
         f"{name} p50 {_percentile(of, 50) * 1e3:.1f} ms, p99 {_percentile(of, 99) * 1e3:.1f} ms"
         for name, of in latencies.items()
     )
-    for ours, ending in (("postroom", ""), ("postroom, same process", "_same_process")):
+    for ours, ending in (("postroom", ""), ("postroom over NOTIFY", "_over_notify")):
         for percent in (50, 99):
             best = min(_percentile(latencies[name], percent) for name in _PEERS)
             yield Result(

@@ -84,6 +84,11 @@ ON CONFLICT DO NOTHING;
 SELECT id, topic, dedupe_key FROM "postroom_outbox"
 WHERE namespace = :namespace::text AND topic = ANY (:topics::text[]) AND dedupe_key = ANY (:keys::text[]);
 
+-- add a message that has nothing special
+INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", payload, content_type)
+VALUES (:id::uuid, :namespace::text, :topic::text, :type::text, :key::text, :payload::bytea,
+    :content_type::text);
+
 -- add several messages
 INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, dedupe_key, payload, content_type,
     headers, next_attempt_at)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
+from ....message import Message
 from ....outbox import Added, Addition
 from ....store import Claim, ClaimTerms, Retry, Settlement
 from ..claiming import RUN, WINDOW, Walk
@@ -43,6 +44,19 @@ def _is_alike(one: Addition, other: Addition) -> bool:
     )
 
 
+def _is_plain(addition: Addition) -> bool:
+    """Tell whether a message is new, due at once, and has nothing but what every message has."""
+    message = addition.message
+    return not (
+        addition.given
+        or addition.due_at is not None
+        or addition.delay
+        or message.headers
+        or message.dedupe_key is not None
+        or message.tenant_id is not None
+    )
+
+
 class PostgreSQL(Dialect):
     """PostgreSQL's wording; lists are arrays."""
 
@@ -71,10 +85,29 @@ class PostgreSQL(Dialect):
         if alike:
             yield self._insert_new(additions)
             return [Added(addition.message.id, added=True) for addition in additions]
+        if _is_plain(additions[0]):
+            yield self._insert_plain(additions[0].message)
+            return [Added(additions[0].message.id, added=True)]
         inserted = yield self.sql(self._insert_one, **self._values(additions[0]))
         if inserted.count:
             return [Added(additions[0].message.id, added=True)]
         return (yield from self._outcome(additions, set()))
+
+    def _insert_plain(self, message: Message) -> Statement:
+        return self.sql(
+            """
+            INSERT INTO {outbox} (id, namespace, topic, type, {key}, payload, content_type)
+            VALUES (:id::uuid, :namespace::text, :topic::text, :type::text, :key::text, :payload::bytea,
+                    :content_type::text)
+            """,
+            id=message.id,
+            namespace=message.namespace,
+            topic=message.topic,
+            type=message.type,
+            key=message.key,
+            payload=message.payload,
+            content_type=message.content_type,
+        )
 
     def _insert_new(self, additions: Sequence[Addition]) -> Statement:
         messages = [addition.message for addition in additions]
