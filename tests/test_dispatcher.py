@@ -512,8 +512,11 @@ async def test_a_suspect_is_published_while_nothing_else_is_under_way() -> None:
     bench = Clocked()
     under_way, company = set[UUID](), dict[UUID, int]()
 
+    at_stake = dict[UUID, int]()
+
     async def send(message: Message) -> None:
         company[message.id] = len(under_way)
+        at_stake[message.id] = bench.statuses().count("processing")
         under_way.add(message.id)
         await asyncio.sleep(0.02)
         under_way.remove(message.id)
@@ -529,6 +532,7 @@ async def test_a_suspect_is_published_while_nothing_else_is_under_way() -> None:
 
     assert company[suspect] == 0
     assert max(company.values()) > 0
+    assert at_stake[suspect] == 1, "others were claimed at the same time, and would have lost an attempt"
 
 
 async def test_a_late_confirmation_is_recorded_if_nobody_else_claimed() -> None:

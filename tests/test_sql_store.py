@@ -318,9 +318,37 @@ async def test_hints_may_come_from_other_threads(postgres_dsn: str, driver: Lite
         assert len(heard) <= 20
 
 
+async def test_a_store_that_is_opened_again_sends_hints_again(postgres_dsn: str) -> None:
+    """A hint that was dropped at close does not stand for those that come later."""
+    store = PostgresStore(postgres_dsn)
+    await store.apply_schema()
+    await store.open()
+    woken = asyncio.Event()
+
+    store.notify()
+    await store.close()
+    await store.open()
+    listening = asyncio.create_task(store.listen(woken.set))
+    await asyncio.wait_for(woken.wait(), 10)  # it begins with a wake-up
+    woken.clear()
+    store.notify()
+
+    await asyncio.wait_for(woken.wait(), 10)
+    listening.cancel()
+    await asyncio.wait({listening})
+    await store.close()
+
+
+@pytest.mark.parametrize("text", ["abc", "0x" + "0" * 30, "0" * 31 + "_", " " + "0" * 31, "0" * 33])
+def test_a_text_that_is_no_id_is_not_taken_for_one(text: str) -> None:
+    """G2: published under an invented id, a row could never be settled."""
+    with pytest.raises(ValueError, match=r"no id|invalid literal"):
+        SQLite(Names()).to_uuid(text)
+
+
 @pytest.mark.parametrize("trickling", ["with a key", "without one"])
 async def test_a_trickle_of_messages_starves_no_others(postgres_dsn: str, trickling: str) -> None:
-    """S2-09: every claim finds something new of the one kind, and still the other kind has its turn."""
+    """G2: every claim finds something new of the one kind, and still the other kind has its turn."""
     store = PostgresStore(postgres_dsn)
     await store.apply_schema()
     await store.open()

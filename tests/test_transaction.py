@@ -152,6 +152,33 @@ async def test_an_error_that_was_caught_does_not_pass_for_a_commit(pool: Any, ds
         bell.rung = 0
 
 
+class Silent(asyncpg.Connection):  # type: ignore[type-arg]
+    """A connection whose answers nobody hears."""
+
+    async def execute(self, query: str, *args: Any, timeout: float | None = None) -> None:  # type: ignore[override]  # noqa: ANN401, ASYNC109
+        await super().execute(query, *args, timeout=timeout)
+
+
+async def test_a_pool_whose_commits_cannot_be_heard_never_passes_a_failure_for_a_commit(postgres_dsn: str) -> None:
+    """G1, G12: what another pool's connections answer says nothing about this one's."""
+    bell = Bell()
+    outbox = Outbox(wake=bell)
+    plain = await asyncpg.create_pool(postgres_dsn, min_size=1, max_size=1)
+    silent = await asyncpg.create_pool(postgres_dsn, min_size=1, max_size=1, connection_class=Silent)
+    async with outbox.transaction(plain) as connection:
+        await connection.execute("SELECT 1")
+    bell.rung = 0
+
+    with pytest.raises((CommitUnknownError, TransactionAbortedError)):
+        async with outbox.transaction(silent) as connection:
+            with suppress(asyncpg.PostgresError):
+                await connection.execute("SELECT * FROM no_such_table")
+
+    assert bell.rung == 0
+    await plain.close()
+    await silent.close()
+
+
 async def test_a_connection_that_breaks_before_the_commit_is_no_unknown_outcome(pool: Any, dsn: str) -> None:  # noqa: ANN401
     """G12: nothing was stored, since COMMIT was not sent."""
     bell = Bell()

@@ -35,6 +35,17 @@ def test_a_publisher_may_choose_the_wait() -> None:
     assert verdict_of((message(), Retry("no", 9 * SECOND))).outcomes == [Retry("no", 9 * SECOND)]
 
 
+def test_a_delivery_of_a_kind_of_its_own_is_a_delivery() -> None:
+    """G2: a publisher may say more than a store knows; the store must still be able to record it."""
+
+    class Confirmed(Delivered):
+        pass
+
+    verdict = verdict_of((message(), Confirmed()), (message(), Delivered()))
+
+    assert [type(outcome) for outcome in verdict.outcomes] == [Delivered, Delivered]
+
+
 def test_the_last_attempt_that_fails_makes_a_message_dead() -> None:
     """S2-44: attempts >= max_attempts at failure is dead."""
     verdict = verdict_of((message(attempt=2), Retry("no")), (message(attempt=3), Retry("no")))

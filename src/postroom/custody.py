@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -61,10 +62,19 @@ class Custody:
         held = self._held.get(_key(message))
         return held is None or not (_key(message) in self._lost or time.monotonic() > held[1].expires)
 
-    def undecided(self, claims: Iterable[Claim]) -> list[Claim]:
+    def expires(self, claim: Claim) -> float:
+        """Return when the lease of a claim ends at the latest, in seconds of this process's monotonic clock."""
+        held = self._held.get(_key(claim.message))
+        return math.inf if held is None else held[1].expires
+
+    def without_outcome(self, claims: Iterable[Claim]) -> list[Claim]:
         """Return the claims that are held and have no outcome yet."""
-        open_keys = self._held.keys() - self._lost - {_key(settlement.claim.message) for settlement in self._unsettled}
+        open_keys = self._held.keys() - {_key(settlement.claim.message) for settlement in self._unsettled}
         return [claim for claim in claims if _key(claim.message) in open_keys]
+
+    def undecided(self, claims: Iterable[Claim]) -> list[Claim]:
+        """Return the claims without an outcome that are not known to be lost."""
+        return [claim for claim in self.without_outcome(claims) if _key(claim.message) not in self._lost]
 
     def settle(self, settlements: Sequence[Settlement]) -> None:
         """Have outcomes recorded, together with others that come at the same time."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 from uuid import UUID, uuid4
 
 from . import events
@@ -41,6 +41,13 @@ FAREWELL = 10.0
 UNREACHABLE = "the publisher could not reach it"
 #: What may go away by itself while a store is opened; wrong credentials and a missing schema do not.
 PASSING = (StoreUnavailableError, StoreTimeoutError, StoreContentionError)
+
+
+class _Answer(NamedTuple):
+    """What a claim brought, and whether nothing was held when it began."""
+
+    claims: Sequence[Claim]
+    began_idle: bool
 
 
 class Dispatcher:
@@ -138,7 +145,7 @@ class Dispatcher:
         self._custody = Custody(store, lease, self._tell, chunk=4 * batch)
         self._destinations = Destinations(guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell)
         self._alone: asyncio.Task[None] | None = None
-        self._claiming: list[asyncio.Task[tuple[list[Claim], float, bool]]] = []
+        self._claiming: list[asyncio.Task[_Answer]] = []
         self._answered = asyncio.Event()
         self._batches: set[asyncio.Task[None]] = set()
         self._idle = SHORTEST_IDLE
@@ -201,7 +208,7 @@ class Dispatcher:
 
     def wake(self) -> None:
         """Look for work at once; may be called from any thread, and costs next to nothing."""
-        # If it is set already, the claim that it leads to has not begun and will see everything.
+        # While it is set, no claim has begun since; the next one will see everything.
         if self._loop is not None and not self._woken.is_set():
             call_in(self._loop, self._look_again)
 
@@ -256,15 +263,15 @@ class Dispatcher:
         try:
             while not self._stopping.is_set():
                 await self._room()
-                self._woken.clear()
                 self._begin_claims(2 if is_busy else 1)
-                claims, expires, is_busy = await self._next_claim()
-                if claims:
-                    await self._start(claims, expires)
+                answer = await self._next_claim()
+                is_busy = len(answer.claims) == self._batch
+                if answer.claims:
+                    await self._start(answer.claims)
                     self._idle = SHORTEST_IDLE
                 elif self._claiming:
                     continue
-                elif until_idle and not self._custody:
+                elif until_idle and answer.began_idle and not self._custody and not self._woken.is_set():
                     return
                 else:
                     await self._rest()
@@ -274,16 +281,14 @@ class Dispatcher:
             await asyncio.gather(*self._claiming, return_exceptions=True)
 
     def _begin_claims(self, wanted: int) -> None:
-        """Have a claim under way; and a second one while there is much to do, so that the store need not wait for us.
-
-        Both together must find room.
-        """
+        """Have a claim under way, and a second one while there is much to do, so that the store need not wait."""
         while len(self._claiming) < wanted and not (self._claiming and self._is_crowded(ahead=len(self._claiming))):
+            self._woken.clear()  # whatever it told of, this claim will see
             claiming = asyncio.create_task(self._claim())
             claiming.add_done_callback(lambda _: self._answered.set())
             self._claiming.append(claiming)
 
-    async def _next_claim(self) -> tuple[list[Claim], float, bool]:
+    async def _next_claim(self) -> _Answer:
         """Wait for the first claim that is answered, be it one that was begun meanwhile."""
         while not (answered := [claiming for claiming in self._claiming if claiming.done()]):
             self._answered.clear()
@@ -291,16 +296,15 @@ class Dispatcher:
         self._claiming.remove(answered[0])
         return answered[0].result()
 
-    async def _claim(self) -> tuple[list[Claim], float, bool]:
-        """Claim a batch into custody; tell when its lease ends and whether there may be more."""
-        limit, terms, granted = self._ramp, self._terms_now(), time.monotonic()
-        call = partial(self._store.claim, limit, terms)
+    async def _claim(self) -> _Answer:
+        """Claim a batch into custody."""
+        began_idle, granted = not self._custody, time.monotonic()
+        call = partial(self._store.claim, self._ramp, self._terms_now())
         claims = await persist("claim", call, self._tell, until=self._stopping) or []
-        expires = granted + terms.lease.total_seconds()
         if claims:
-            self._custody.hold(claims, expires)
+            self._custody.hold(claims, granted + self._terms.lease.total_seconds())
             self._tell(events.Claimed(len(claims)))
-        return claims, expires, len(claims) == self._batch
+        return _Answer(claims, began_idle)
 
     async def _room(self) -> None:
         """Wait until another batch may be under way."""
@@ -322,15 +326,26 @@ class Dispatcher:
         down = self._destinations.down()
         return replace(self._terms, skip_topics=down) if down else self._terms
 
-    async def _start(self, claims: Sequence[Claim], expires: float) -> None:
+    async def _start(self, claims: Sequence[Claim]) -> None:
         if claims[0].suspect:
-            await self._wait_for_batches(self._publish_timeout)
+            await self._make_way(claims)
         if self._stopping.is_set():
             return  # too late to begin; it is given back with the rest
-        task = asyncio.create_task(self._dispatch(claims, expires))
+        task = asyncio.create_task(self._dispatch(claims))
         self._alone = task if claims[0].suspect else None
         self._batches.add(task)
         task.add_done_callback(self._finished)
+
+    async def _make_way(self, suspects: Sequence[Claim]) -> None:
+        """Have nothing else at stake: what is under way ends, and what was claimed at the same time is given back."""
+        while self._claiming:
+            others = (await self._next_claim()).claims
+            self._custody.settle([Settlement(claim, Release()) for claim in others])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._publish_timeout):
+                while len(self._custody) > len(suspects) and not self._stopping.is_set():
+                    self._custody.progress.clear()
+                    await self._custody.progress.wait()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._batches.discard(task)
@@ -347,10 +362,10 @@ class Dispatcher:
 
     # -- publish -----------------------------------------------------------------------------------------------
 
-    async def _dispatch(self, claims: Sequence[Claim], expires: float) -> None:
+    async def _dispatch(self, claims: Sequence[Claim]) -> None:
         """Publish a batch and hand over what became of it."""
         sound = self._without_broken(claims)
-        if time.monotonic() > expires - self._publish_timeout:
+        if time.monotonic() > self._custody.expires(claims[0]) - self._publish_timeout:
             self._custody.settle([Settlement(claim, Release()) for claim in sound])
             return
         tried, waiting = self._destinations.admit(sound)
@@ -362,10 +377,9 @@ class Dispatcher:
             # A batch must not end without an outcome, whatever went wrong; cancelled by a stop it is given back there.
             if self._stopping.is_set() and isinstance(error, asyncio.CancelledError):
                 raise
-            failed = self._judge(tried, [Retry(describe(error))] * len(tried))
-            outcomes = {claim.message.id: outcome for claim, outcome in zip(tried, failed.outcomes, strict=True)}
-            undecided = self._custody.undecided(tried)
-            self._custody.settle([Settlement(claim, outcomes[claim.message.id]) for claim in undecided])
+            left = self._custody.without_outcome(tried)
+            failed = self._judge(left, [Retry(describe(error))] * len(left))
+            self._custody.settle(list(map(Settlement, left, failed.outcomes)))
         finally:
             self._destinations.end_probes(tried)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -60,7 +61,7 @@ def call_in(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> No
     except RuntimeError:  # no loop runs in this thread
         is_here = False
     if is_here:
-        callback()
+        contextvars.Context().run(callback)  # what it starts is none of the caller's, whose variables it would inherit
         return
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)

@@ -80,8 +80,10 @@ def _outcome(message: Message, answer: Outcome | None, *, is_alive: bool, backof
 def _clean(answer: object) -> Outcome | None:
     """Return an answer that every store can record, whatever an untyped publisher says."""
     match answer:
-        case None | Delivered():
-            return answer
+        case None:
+            return None
+        case Delivered():
+            return Delivered()  # a kind of its own would be unknown to the stores
         case Release(delay):
             return Release(_clamped(delay) or timedelta(0))
         case Dead(error):

@@ -115,7 +115,10 @@ class NetworkDriver(ABC, Generic[C]):
             # From outside, since a library may finish in spite of a cancellation, and nobody would ever hear of that.
             await asyncio.wait({connecting})
         except asyncio.CancelledError:
-            connecting.add_done_callback(self._decline)
+            if connecting.done():
+                self._decline(connecting)  # at once: the loop may be about to end, and then no callback comes any more
+            else:
+                connecting.add_done_callback(self._decline)
             connecting.cancel()
             await asyncio.wait({connecting}, timeout=FAREWELL)
             raise

@@ -303,7 +303,12 @@ class PostgresStore(SQLStore):
         if self._hint is None and self._is_open:
             self._hint = asyncio.create_task(self._notify_soon())
             self._hints.add(self._hint)
-            self._hint.add_done_callback(self._hints.discard)
+            self._hint.add_done_callback(self._end_hint)
+
+    def _end_hint(self, hint: asyncio.Task[None]) -> None:
+        self._hints.discard(hint)
+        if self._hint is hint:  # cancelled before it began
+            self._hint = None
 
     async def _notify_soon(self) -> None:
         try:

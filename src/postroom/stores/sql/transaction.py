@@ -57,7 +57,8 @@ async def _asyncpg(pool: Foreign, wake: Wake | None) -> AsyncGenerator[Foreign]:
         await begun.start()
         try:
             yield connection
-            if not _Heard.is_understood:
+            is_asked = not _Heard.is_understood
+            if is_asked:
                 with _aborted_is_told():
                     await connection.execute(_PROBE)
         except BaseException:
@@ -65,12 +66,7 @@ async def _asyncpg(pool: Foreign, wake: Wake | None) -> AsyncGenerator[Foreign]:
             with contextlib.suppress(Exception):
                 await begun.rollback()
             raise
-        heard = _Heard.listen(begun)
-        # To a connection that is known to be closed COMMIT is not even sent.
-        with contextlib.nullcontext() if connection.is_closed() else _unknown_is_told():
-            await begun.commit()
-        if heard.answer == "ROLLBACK":
-            raise TransactionAbortedError
+        await _commit(begun, connection, is_asked=is_asked)
         if wake is not None:
             hint(wake)  # before the pool resets the connection, which is another round trip
     finally:
@@ -78,6 +74,17 @@ async def _asyncpg(pool: Foreign, wake: Wake | None) -> AsyncGenerator[Foreign]:
         # and an error now would tell of a commit as if it had failed.
         with contextlib.suppress(Exception):
             await pool.release(connection)
+
+
+async def _commit(begun: Foreign, connection: Foreign, *, is_asked: bool) -> None:
+    heard = _Heard.listen(begun)
+    # To a connection that is known to be closed COMMIT is not even sent.
+    with contextlib.nullcontext() if connection.is_closed() else _unknown_is_told():
+        await begun.commit()
+    if heard.answer == "ROLLBACK":
+        raise TransactionAbortedError
+    if not is_asked and heard.answer != "COMMIT":
+        raise CommitUnknownError  # the connections of another pool may answer in ways of their own
 
 
 class _Heard:
@@ -100,13 +107,14 @@ class _Heard:
     @classmethod
     def listen(cls, begun: Foreign) -> Self:
         heard = cls(getattr(begun, "_connection", None))
-        begun._connection = heard  # noqa: SLF001
+        with contextlib.suppress(AttributeError):  # it may be called otherwise one day
+            begun._connection = heard  # noqa: SLF001
         return heard
 
     async def execute(self, query: str) -> str:
         answer: str = await self._connection.execute(query)
         self.__dict__["answer"] = answer
-        _Heard.is_understood = answer in {"COMMIT", "ROLLBACK"}
+        _Heard.is_understood = answer == "COMMIT"
         return answer
 
     def __getattr__(self, name: str) -> Foreign:

@@ -17,6 +17,8 @@ __all__ = ["SQLite"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND = timedelta(milliseconds=1)
+#: In the text of an id, besides its dashes.
+_DIGITS = 32
 
 
 class SQLite(Dialect):
@@ -35,7 +37,10 @@ class SQLite(Dialect):
         return (value - _EPOCH) // _MILLISECOND
 
     def to_uuid(self, value: Any) -> UUID:  # noqa: ANN401
-        return UUID(int=int(value.replace("-", ""), 16))  # half the time of UUID(value)
+        digits = value.replace("-", "")
+        if len(digits) != _DIGITS or not digits.isalnum():
+            raise ValueError(f"{value!r} is no id")
+        return UUID(int=int(digits, 16))  # half the time of UUID(value)
 
     def to_time(self, value: Any) -> datetime:  # noqa: ANN401
         return _EPOCH + timedelta(milliseconds=value)

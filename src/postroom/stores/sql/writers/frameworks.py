@@ -104,8 +104,9 @@ class SQLAlchemyAsync:
             return self.writer.write(inner, additions, outbox, outside_transaction=outside_transaction)
 
         inner = self.inner(connection)
+        is_sqlite = _is_sqlite(inner)
         written: Coroutine[Any, Any, list[Added]] = inner.run_sync(write)
-        return await (to_its_end(written) if _is_sqlite(inner) else written)
+        return await (to_its_end(written) if is_sqlite else written)
 
     def inner(self, connection: Connection) -> Any:  # noqa: ANN401 -- a foreign session
         """Return the connection or session itself."""
