@@ -152,7 +152,7 @@ async def test_an_error_that_was_caught_does_not_pass_for_a_commit(pool: Any, ds
         bell.rung = 0
 
 
-class Silent(asyncpg.Connection):  # type: ignore[type-arg]
+class Silent(asyncpg.Connection):
     """A connection whose answers nobody hears."""
 
     async def execute(self, query: str, *args: Any, timeout: float | None = None) -> None:  # type: ignore[override]  # noqa: ANN401, ASYNC109
