@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..measure import Bench, Entry, Result
+from ..measure import Bench, Entry, Race, Result
 
 __all__ = ["loose", "mariadb", "ordered", "sqlite"]
 
@@ -33,20 +33,8 @@ def loose(bench: Bench) -> Iterator[Result]:
         "postgres",
         count=count,
     )
-    yield Result(
-        name="postgres.drain.of_raw",
-        value=race.ratio("postroom", "raw"),
-        goal=0.7,
-        better="higher",
-        detail=f"{count:,} messages, nothing kept: {race.told('postroom', 'raw')}",
-    )
-    yield Result(
-        name="postgres.drain.of_raw_kept",
-        value=kept.ratio("postroom", "raw"),
-        goal=0.7,
-        better="higher",
-        detail=f"{count:,} messages, delivered ones kept: {kept.told('postroom', 'raw')}",
-    )
+    yield _of_raw("postgres.drain.of_raw", race, 0.7, f"{count:,} messages, nothing kept")
+    yield _of_raw("postgres.drain.of_raw_kept", kept, 0.7, f"{count:,} messages, delivered ones kept")
     others = [name for name in entries if name not in {"postroom", "raw"}]
     goals = {"faststream_outbox": 6.0, "pgqueuer": 4.5, "txoutbox": 1.8}
     for name in others:
@@ -78,23 +66,16 @@ def sqlite(bench: Bench) -> Iterator[Result]:
     """Unordered messages in SQLite."""
     count = bench.size(100_000, 10_000)
     race = bench.race({"postroom": _US, "raw": Entry("contenders.raw_sqlite")}, "sqlite", count=count)
-    yield Result(
-        name="sqlite.drain.of_raw",
-        value=race.ratio("postroom", "raw"),
-        goal=0.6,
-        better="higher",
-        detail=f"{count:,} messages: {race.told('postroom', 'raw')}",
-    )
+    yield _of_raw("sqlite.drain.of_raw", race, 0.6, f"{count:,} messages")
 
 
 def mariadb(bench: Bench) -> Iterator[Result]:
     """Unordered messages in MariaDB."""
     count = bench.size(100_000, 10_000)
     race = bench.race({"postroom": _US, "raw": Entry("contenders.raw_mariadb")}, "mariadb", count=count)
-    yield Result(
-        name="mariadb.drain.of_raw",
-        value=race.ratio("postroom", "raw"),
-        goal=0.5,
-        better="higher",
-        detail=f"{count:,} messages: {race.told('postroom', 'raw')}",
-    )
+    yield _of_raw("mariadb.drain.of_raw", race, 0.5, f"{count:,} messages")
+
+
+def _of_raw(name: str, race: Race, goal: float, words: str) -> Result:
+    value = race.ratio("postroom", "raw")
+    return Result(name=name, value=value, goal=goal, better="higher", detail=f"{words}: {race.told('postroom', 'raw')}")
