@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -19,17 +16,16 @@ from ...errors import (
     InvalidNameError,
     ReadOnlyStoreError,
     StoreContentionError,
-    StoreError,
     UnsupportedDatabaseError,
 )
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
-from ...patience import call_in
 from ...store import Claim, ClaimTerms, Features, Settlement, Stats
 from .claiming import Walk
 from .dialects.mysql import MySQL
 from .dialects.postgres import PostgreSQL
 from .dialects.sqlite import SQLite
 from .driver import Driver
+from .hints import Hints
 from .names import Names
 from .schema import Schema
 from .schemas.mysql import MySQLSchema
@@ -51,9 +47,6 @@ SUSPECTS_EVERY = 16
 #: How many claims in a row may leave out the messages with a key, or those without one.
 PASSED_OVER = 4
 CONTENTION_RETRIES = 3
-#: How many seconds apart hints are at least while they are asked for more often than CROWDED seconds apart.
-HINTS_APART = 0.01
-CROWDED = 0.003
 
 
 class SQLStore:
@@ -263,26 +256,18 @@ class PostgresStore(SQLStore):
             timeout=timeout,
             features=Features(wakeups=True),
         )
-        self._hint: asyncio.Task[None] | None = None
-        #: When a hint was last sent and last asked for, and whether that was right after the one before.
-        self._hinted = self._asked = -math.inf
-        self._is_crowded = False
-        self._hints: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hints = Hints(self._notify)
 
     async def open(self) -> bool:
         """Connect, and check server and schema; tell whether the store was closed before."""
-        self._loop = asyncio.get_running_loop()
-        return await super().open()
+        opened = await super().open()
+        self._hints.open()
+        return opened
 
     async def close(self) -> None:
         """Close all connections; hints that are on their way are dropped."""
-        self._is_open = False
-        for hint in self._hints:
-            hint.cancel()
         try:
-            if self._hints:
-                await asyncio.wait(self._hints)
+            await self._hints.close()
         finally:  # who stops waiting must not leave the connections open
             await super().close()
 
@@ -291,39 +276,13 @@ class PostgresStore(SQLStore):
 
         May be called from any thread, after the store was opened. A hint that fails is dropped: polling is the truth.
         """
-        if self._loop is None:
-            raise ConfigurationError("the store is not open; call `await store.open()` before notify()")
-        now = time.monotonic()
-        self._is_crowded, self._asked = now - self._asked < CROWDED, now
-        if self._hint is not None:
-            return  # one is about to be sent, and will tell of this as well
-        call_in(self._loop, self._schedule_notify)
+        self._hints.ask()
 
-    def _schedule_notify(self) -> None:
-        if self._hint is None and self._is_open:
-            self._hint = asyncio.create_task(self._notify_soon())
-            self._hints.add(self._hint)
-            self._hint.add_done_callback(self._end_hint)
-
-    def _end_hint(self, hint: asyncio.Task[None]) -> None:
-        self._hints.discard(hint)
-        if self._hint is hint:  # cancelled before it began
-            self._hint = None
-
-    async def _notify_soon(self) -> None:
-        try:
-            wait = self._hinted + HINTS_APART - time.monotonic()
-            if self._is_crowded and wait > 0:
-                await asyncio.sleep(wait)
-        finally:
-            # What commits from here on is not covered by this hint and must be able to schedule the next.
-            self._hint = None
-        self._hinted = time.monotonic()
-        hint = self._dialect.query(
-            "SELECT pg_notify(:channel::text, '')", channel=self._dialect.channel(self.namespace)
+    async def _notify(self) -> None:
+        channel = self._dialect.channel(self.namespace)
+        await self._run(
+            _one(self._dialect.query("SELECT pg_notify(:channel::text, '')", channel=channel)), atomic=False
         )
-        with suppress(StoreError):  # a lost hint costs latency, never a message
-            await self._run(_one(hint), atomic=False)
 
 
 class MySQLStore(SQLStore):
