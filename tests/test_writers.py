@@ -670,13 +670,14 @@ async def test_asyncpg_prepares_the_statement_of_add_once(databases: Databases, 
     async with named("asyncpg").opened(databases) as link:
         await link.begin()
         for n in range(5):
-            await outbox.add(link.handle, {"n": n}, topic=f"topic-{n}", key=f"key-{n}", delay=timedelta(seconds=n))
+            await outbox.add(link.handle, {"n": n}, topic=f"topic-{n}", key=f"key-{n}")
+            await outbox.add(link.handle, {"n": n}, topic=f"topic-{n}", delay=timedelta(seconds=n + 1))
         prepared = await link.handle.fetchval(
             "SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE 'INSERT INTO %outbox%'"
         )
         await link.commit()
 
-    assert prepared == 1
+    assert prepared == 2, "one for messages that have nothing special, one for the others"
 
 
 async def test_a_session_that_does_not_begin_by_itself_is_refused_before_it_begins(
