@@ -42,7 +42,7 @@ def committed(bench: Bench) -> Iterator[Result]:
     """Many producers at once, with the wake-up of every commit."""
     dsn = bench.database("postgres")
     bench.call(_TRIAL, dsn, "prepare")
-    seconds = bench.size(6, 2)
+    seconds = bench.size(6, 1)
     rates: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(bench.rounds):
         for plain, measured in rates.items():

@@ -66,8 +66,8 @@ def held_snapshot(bench: Bench) -> Iterator[Result]:
     """Claims at 500 messages a second before, while and after a transaction is left open."""
     dsn = bench.database("postgres")
     bench.call("trials.snapshot", dsn, "prepare")
-    held = bench.size(60, 8)
-    around = bench.size(20, 4)
+    held = bench.size(60, 5)
+    around = bench.size(20, 3)
     p99 = bench.call("trials.snapshot", dsn, "percentiles", before=around, held=held, after=around)
     told = (
         f"p99 of a claim: {p99['before'] * 1e3:.2f} ms before, {p99['held'] * 1e3:.2f} ms while open for {held} s, "

@@ -21,11 +21,11 @@ def loose(bench: Bench) -> Iterator[Result]:
         "faststream_outbox": Entry("contenders.faststream_outbox"),
         "pgqueuer": Entry("contenders.pgqueuer"),
         "txoutbox": Entry("contenders.txoutbox"),
-        "txoutbox, two relays": Entry("contenders.txoutbox", {"relays": 2}),
-        # Two hundred messages a second: the whole backlog would take ten minutes a round.
-        "procrastinate": Entry("contenders.procrastinate", share=0.01),
     }
     if not bench.quick:
+        entries["txoutbox, two relays"] = Entry("contenders.txoutbox", {"relays": 2})
+        # Two hundred messages a second: the whole backlog would take ten minutes a round.
+        entries["procrastinate"] = Entry("contenders.procrastinate", share=0.01)
         entries["faststream_outbox, default"] = Entry("contenders.faststream_outbox", {"flush": 1}, share=0.1)
     race = bench.race(entries, "postgres", count=count)
     kept = bench.race(

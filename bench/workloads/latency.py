@@ -19,7 +19,7 @@ _ENTRIES = {
 
 def noticed(bench: Bench) -> Iterator[Result]:
     """From the commit of a single message to the start of its publish, against the best of the peers."""
-    count = bench.size(500, 60) // bench.rounds
+    count = bench.size(500, 30) // bench.rounds
     databases = {name: bench.database("postgres") for name in _ENTRIES}
     latencies: dict[str, list[float]] = {name: [] for name in _ENTRIES}
     for name, entry in _ENTRIES.items():
