@@ -10,7 +10,7 @@ import asyncpg
 
 from postroom.stores.sql.url import Place
 
-from .contender import PAYLOAD
+from .contender import PAYLOAD, PAYLOAD_SQL
 
 __all__ = ["fill", "mysql_options"]
 
@@ -23,8 +23,7 @@ _POSTGRES = f"""
     INSERT INTO postroom_outbox ({_COLUMNS.format(key="key")})
     SELECT gen_random_uuid(), 'default', 'orders', 'orders',
            CASE WHEN $2 > 0 THEN 'customer-' || n % GREATEST($2, 1) END,
-           convert_to(rpad('{_HEAD}' || n || '{_PAD}', {PAYLOAD - 2}, 'x') || '{_TAIL}', 'UTF8'), 'application/json',
-           '{{}}', now() - interval '1 second'
+           convert_to({PAYLOAD_SQL}, 'UTF8'), 'application/json', '{{}}', now() - interval '1 second'
     FROM generate_series(1, $1::bigint) AS n
     """
 _MARIADB = f"""

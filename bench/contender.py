@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-__all__ = ["PAYLOAD", "Arrivals", "Contender", "Drained", "contender", "payload"]
+__all__ = ["PAYLOAD", "PAYLOAD_SQL", "Arrivals", "Contender", "Drained", "contender", "payload"]
 
 #: How many bytes a message has.
 PAYLOAD = 150
-#: What a backlog is made of, in SQL, for the payload of message ``n``; the same bytes as `payload` makes.
+#: The payload of message ``n`` in PostgreSQL's words; the same bytes as `payload` makes.
 PAYLOAD_SQL = f"rpad('{{\"n\": ' || n || ', \"pad\": \"', {PAYLOAD - 2}, 'x') || '\"}}'"
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from uuid import UUID, uuid4
@@ -829,6 +829,18 @@ async def test_no_event_or_log_holds_a_payload(caplog: pytest.LogCaptureFixture)
     assert secret not in repr([record.__dict__ for record in caplog.records])
 
 
+class Batches:
+    """A publisher of batches that does what a function does with each message."""
+
+    def __init__(self, send: Callable[[Message], Awaitable[None]]) -> None:
+        self._send = send
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        for message in messages:
+            await self._send(message)
+        return [Delivered()] * len(messages)
+
+
 @pytest.mark.parametrize("in_batches", [True, False])
 async def test_a_publisher_whose_own_wait_is_cancelled_strands_nothing(in_batches: bool) -> None:  # noqa: FBT001
     """G2: a client library may cancel what a publisher awaits; that is no cancellation of the dispatcher."""
@@ -842,14 +854,8 @@ async def test_a_publisher_whose_own_wait_is_cancelled_strands_nothing(in_batche
             lost.cancel()
             await lost
 
-    class Batches:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-            for message in messages:
-                await send(message)
-            return [Delivered()] * len(messages)
-
     bench.add(5)
-    async with bench.running(Batches() if in_batches else send):
+    async with bench.running(Batches(send) if in_batches else send):
         await bench.until_status(*["delivered"] * 5)
 
 
@@ -866,15 +872,72 @@ async def test_a_publisher_that_cancels_its_own_task_strands_nothing(in_batches:
             task.cancel()
         await asyncio.sleep(0)
 
-    class Batches:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-            for message in messages:
-                await send(message)
-            return [Delivered()] * len(messages)
-
     bench.add(5)
-    async with bench.running(Batches() if in_batches else send):
+    async with bench.running(Batches(send) if in_batches else send):
         await bench.until_status(*["delivered"] * 5)
+
+
+async def test_a_lost_claim_whose_publisher_ends_badly_takes_up_no_room() -> None:
+    """G11: with room for one message, the next one is delivered all the same."""
+    ahead = timedelta(0)
+    store = Recording(clock=lambda: datetime.now(UTC) + ahead)
+    bench = Bench(store)
+    started, finish = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        task = asyncio.current_task()
+        if not started.is_set() and task is not None:
+            started.set()
+            await finish.wait()
+            task.cancel()
+        await asyncio.sleep(0)
+
+    bench.add()
+    options = {"lease": 600 * MS, "publish_timeout": 500 * MS, "batches_in_flight": 1, "batch": 1}
+    async with bench.running(Batches(send), **options):
+        await started.wait()
+        ahead = timedelta(hours=1)
+        await store.claim(1, ClaimTerms(worker=uuid4(), lease=timedelta(hours=2)))
+        await until(lambda: len(bench.told(ev.LeaseLost)) == 1, "the renewal noticing the loss")
+        finish.set()
+        bench.add()
+        await until(lambda: "delivered" in bench.statuses(), "the next message being delivered")
+
+
+class Withholding(MemoryStore):
+    """A store whose answers to claims are held back after it has looked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self.looked = 0
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        claims = await super().claim(limit, terms)
+        self.looked += 1
+        await self.answering.wait()
+        return claims
+
+
+async def test_a_wake_up_while_two_claims_are_under_way_leads_to_a_third() -> None:
+    """Both have looked already when the message comes, so only another one can find it before the next poll."""
+    store = Withholding()
+    bench = Bench(store)
+    lazy = timedelta(seconds=30)
+    async with bench.running(Batches(lambda _: asyncio.sleep(0)), poll_interval=lazy, lease=4 * lazy) as dispatcher:
+        await until(lambda: store.looked > 0, "the first claim")
+        dispatcher._idle = lazy.total_seconds()  # noqa: SLF001 -- as after half a minute without work
+        store.answering.clear()
+        dispatcher.wake()
+        await until(lambda: len(dispatcher._claiming) == 1 and not store.answering.is_set(), "a claim under way")  # noqa: SLF001
+        seen = store.looked
+        dispatcher.wake()
+        await until(lambda: store.looked > seen or len(dispatcher._claiming) == 2, "the second claim")  # noqa: SLF001
+        bench.add()
+        dispatcher.wake()
+        store.answering.set()
+        await bench.until_status("delivered")
 
 
 @pytest.mark.parametrize(
