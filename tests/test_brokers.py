@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,25 @@ from uuid import UUID
 
 import pytest
 
-from postroom import Delivered, Message, Release
+from postroom import Delivered, Delivery, Local, Message, Release
 from postroom.brokers import FileBroker, LinesBroker, MemoryBroker, open_url
-from postroom.errors import BrokerUnavailableError, ConfigurationError, UnknownURLError
+from postroom.errors import BrokerUnavailableError, ConfigurationError, StoreUnavailableError, UnknownURLError
+
+MS = timedelta(milliseconds=1)
 
 
-def order(number: int, *, topic: str = "orders") -> Message:
-    return Message(topic=topic, type="order.placed", payload=b'{"number": %d}' % number)
+def order(number: int, *, topic: str = "orders", key: str | None = None) -> Message:
+    return Message(topic=topic, type="order.placed", payload=b'{"number": %d}' % number, key=key)
+
+
+async def taken(reader: AsyncIterator[Delivery]) -> Delivery:
+    """Return the next delivery, which must come soon."""
+    async with asyncio.timeout(10):
+        return await anext(reader)
+
+
+def numbers(deliveries: Sequence[Delivery]) -> list[int]:
+    return [json.loads(delivery.message.payload)["number"] for delivery in deliveries]
 
 
 def parsed(text: bytes) -> list[dict[str, Any]]:
@@ -84,6 +98,329 @@ async def test_a_topic_can_be_down_alone() -> None:
     assert while_down == [Release(), Delivered()]
     assert afterwards == [Delivered()]
     assert [message.topic for message in broker.received] == ["stock", "orders"]
+
+
+async def test_each_group_gets_each_message_once_and_its_members_compete() -> None:
+    """F-25: two groups, one of them with two readers."""
+    broker = MemoryBroker()
+    lone, first, second = (broker.subscribe("orders", group=group) for group in ("lone", "pair", "pair"))
+    await broker.publish([order(number) for number in range(4)])
+
+    async with lone, first, second:
+        alone = [await taken(lone) for _ in range(4)]
+        shared = [await taken(reader) for reader in (first, second, first, second)]
+        for delivery in alone + shared:
+            await delivery.ack()
+
+    assert numbers(alone) == numbers(shared) == [0, 1, 2, 3]
+    assert broker.backlog("lone") == broker.backlog("pair") == 0
+
+
+async def test_a_group_reads_its_topics_only_and_what_comes_after_it_subscribed() -> None:
+    broker = MemoryBroker()
+    await broker.publish([order(1)])
+    async with broker.subscribe("orders", "stock", group="g") as reader:
+        broker.subscribe("orders", group="g")
+        await broker.publish([order(2), order(3, topic="other"), order(4, topic="stock")])
+        deliveries = [await taken(reader), await taken(reader)]
+
+    assert numbers(deliveries) == [2, 4]
+    assert broker.backlog("g") == 2
+
+
+async def test_a_message_is_handed_out_with_everything_that_it_says() -> None:
+    """G5: only its attempt is the broker's."""
+    sent = Message(
+        topic="orders",
+        payload=b"{}",
+        type="order.placed",
+        key="42",
+        namespace="shop",
+        content_type="text/plain",
+        headers={"a": "b"},
+        tenant_id=UUID(int=1),
+        dedupe_key="d",
+        time=datetime(2026, 1, 1, tzinfo=UTC),
+        attempt=7,
+        token=9,
+    )
+    broker = MemoryBroker()
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([sent])
+        got = (await taken(reader)).message
+
+    assert got == sent
+    assert (got.time, got.attempt, got.token) == (sent.time, 1, 9)
+
+
+async def test_what_belongs_to_the_sender_does_not_travel() -> None:
+    """F-08, F-19: in-process values die at the broker, also if that is in the same process."""
+    broker, region = MemoryBroker(), Local[str]("region")
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([region.put(order(1), "eu")])
+
+        assert region.of((await taken(reader)).message) is None
+    assert region.of(broker.received[0]) is None
+
+
+async def test_a_nacked_message_comes_again_after_its_delay_with_a_higher_attempt() -> None:
+    """S1-32, S1-36: others pass it meanwhile."""
+    broker, loop = MemoryBroker(), asyncio.get_running_loop()
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([order(1), order(2)])
+        began = loop.time()
+        await (await taken(reader)).nack("not now", delay=200 * MS)
+        other = await taken(reader)
+        again = await taken(reader)
+
+        assert loop.time() - began >= 0.2
+        assert (numbers([other, again]), other.message.attempt, again.message.attempt) == ([2, 1], 1, 2)
+
+
+async def test_what_comes_due_is_not_held_up_by_what_came_later() -> None:
+    """G2: a message that is tried again takes its old place, so a constant load cannot starve it."""
+    broker = MemoryBroker()
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([order(number) for number in range(3)])
+        await (await taken(reader)).nack(delay=1 * MS)
+        await asyncio.sleep(0.005)
+
+        assert numbers([await taken(reader), await taken(reader)]) == [0, 1]
+
+
+async def test_a_short_wait_ends_before_a_long_one_that_began_earlier() -> None:
+    broker = MemoryBroker()
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([order(number) for number in range(4)])
+        held = [await taken(reader) for _ in range(4)]
+        for delivery, delay in zip(held, (timedelta(hours=2), 1 * MS, timedelta(hours=1), 1 * MS), strict=True):
+            await delivery.nack(delay=delay)
+
+        assert sorted(numbers([await taken(reader), await taken(reader)])) == [1, 3]
+
+
+async def test_readers_that_wait_are_told_of_everything_that_comes_due() -> None:
+    """S1-32: each gets one, though neither asks again."""
+    broker = MemoryBroker()
+    async with broker.subscribe("orders", group="g") as one, broker.subscribe("orders", group="g") as two:
+        await broker.publish([order(1), order(2)])
+        held = [await taken(one), await taken(one)]
+        waiting = [asyncio.ensure_future(taken(reader)) for reader in (one, two)]
+        await asyncio.sleep(0)
+        await held[0].nack(delay=20 * MS)
+        await held[1].nack(delay=5 * MS)
+
+        assert sorted(numbers(await asyncio.gather(*waiting))) == [1, 2]
+
+
+async def test_messages_of_a_key_wait_for_the_one_before() -> None:
+    """G6: also while it waits to be tried again; other keys do not."""
+    broker = MemoryBroker()
+    async with broker.subscribe("orders", group="g") as reader, broker.subscribe("orders", group="g") as other:
+        await broker.publish([order(1, key="a"), order(2, key="a"), order(3, key="b")])
+        first, beside = await taken(reader), await taken(other)
+        assert numbers([first, beside]) == [1, 3]
+
+        waiting = asyncio.ensure_future(taken(other))
+        await asyncio.sleep(0)
+        await first.nack(delay=10 * MS)
+        again = await waiting
+        assert numbers([again]) == [1]
+        await again.ack()
+
+        assert numbers([await taken(reader)]) == [2]
+
+
+async def test_a_released_message_has_its_attempt_back() -> None:
+    """S1-37: as if it had never been handed out; it may be told to wait."""
+    broker = MemoryBroker()
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([order(1), order(2)])
+        await (await taken(reader)).release()
+        again = await taken(reader)
+        assert (numbers([again]), again.message.attempt) == ([1], 1)
+
+        await again.settle(Release(200 * MS))
+        later = [await taken(reader), await taken(reader)]
+        assert numbers(later) == [2, 1]
+        assert later[1].message.attempt == 1
+
+
+async def test_a_rejected_message_is_kept_for_its_group() -> None:
+    """G2, G9: it does not come again, and its key goes on."""
+    broker = MemoryBroker(keep=2)
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([order(number, key="a") for number in range(4)])
+        for _ in range(3):
+            await (await taken(reader)).reject("no such customer")
+        assert numbers([await taken(reader)]) == [3]
+
+    assert [(message.payload, why) for message, why in broker.dead("g")] == [
+        (b'{"number": 1}', "no such customer"),
+        (b'{"number": 2}', "no such customer"),
+    ]
+    assert broker.dead("nobody") == []
+
+
+async def test_leaving_gives_back_what_is_held_and_a_late_ack_says_so() -> None:
+    """G2: the next reader gets it, and whoever still holds it is told."""
+    broker = MemoryBroker()
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([order(1, key="a"), order(2)])
+        held = [await taken(reader), await taken(reader)]
+        waiting = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)
+
+    with pytest.raises(StopAsyncIteration):
+        await waiting
+    with pytest.raises(StopAsyncIteration):
+        await anext(reader)
+    async with broker.subscribe("orders", group="g") as other:
+        again = [await taken(other), await taken(other)]
+        with pytest.raises(StoreUnavailableError, match="will come again"):
+            await held[0].ack()
+        assert numbers(again) == [1, 2]
+        assert [delivery.message.attempt for delivery in again] == [1, 1]
+        await again[0].ack()
+        await again[1].ack()
+
+    assert broker.backlog("g") == 0
+
+
+async def test_a_subscription_can_be_entered_again_and_knows_its_old_deliveries() -> None:
+    broker = MemoryBroker()
+    reader = broker.subscribe("orders", group="g")
+    await broker.publish([order(1)])
+    async with reader:
+        old = await taken(reader)
+    async with reader:
+        new = await taken(reader)
+        with pytest.raises(StoreUnavailableError):
+            await old.ack()
+        await new.ack()
+
+    assert broker.backlog("g") == 0
+
+
+async def test_a_group_that_is_full_refuses_more_until_it_has_room() -> None:
+    """G11, G13: back-pressure reaches whoever publishes; no other group gets what one refuses."""
+    broker = MemoryBroker(capacity=2)
+    async with broker.subscribe("orders", group="g") as reader, broker.subscribe("orders", group="quick") as quick:
+        outcomes = await broker.publish([order(number) for number in range(3)])
+        for _ in range(2):
+            await (await taken(quick)).ack()
+        assert outcomes == [Delivered(), Delivered(), Release()]
+
+        held = await taken(reader)
+        assert await broker.publish([order(3)]) == [Release()]
+        await held.ack()
+        assert await broker.publish([order(3)]) == [Delivered()]
+        assert numbers([await taken(quick)]) == [3]
+        assert broker.backlog("g") == 2
+
+
+@pytest.mark.parametrize("keys", [None, "ab"])
+async def test_cancelled_readers_lose_nothing(keys: str | None) -> None:
+    """S1-30: a time limit around reading takes no message with it, wherever it strikes."""
+    broker, got = MemoryBroker(), list[Delivery]()
+    async with broker.subscribe("orders", group="g") as one, broker.subscribe("orders", group="g") as two:
+        for number in range(60):
+            readings = [asyncio.ensure_future(taken(reader)) for reader in (one, two)]
+            for _ in range(number % 4):
+                await asyncio.sleep(0)
+            await broker.publish([order(number, key=keys and keys[number % 2])])
+            for _ in range(number // 4 % 4):
+                await asyncio.sleep(0)
+            for reading in readings:
+                reading.cancel()
+            for result in await asyncio.gather(*readings, return_exceptions=True):
+                if isinstance(result, Delivery):
+                    got.append(result)
+                    await result.ack()
+        while broker.backlog("g"):
+            got.append(await taken(one))
+            await got[-1].ack()
+
+    assert sorted(numbers(got)) == list(range(60))
+    assert {delivery.message.attempt for delivery in got} == {1}
+
+
+async def test_a_message_goes_to_another_when_the_reader_woken_for_it_is_cancelled() -> None:
+    """S1-30, G2: nobody sleeps beside a message that may be taken."""
+    broker = MemoryBroker()
+    async with broker.subscribe("orders", group="g") as one, broker.subscribe("orders", group="g") as two:
+        cancelled, staying = (asyncio.ensure_future(taken(reader)) for reader in (one, two))
+        await asyncio.sleep(0)
+        await broker.publish([order(1)])
+        cancelled.cancel()
+
+        assert numbers([await staying]) == [1]
+        assert cancelled.cancelled()
+
+
+async def test_leaving_ends_the_reading_of_an_empty_group() -> None:
+    """S1-30: whoever waits is told that nothing will come."""
+    async with MemoryBroker().subscribe("orders", group="g") as reader:
+        waiting = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)
+
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(waiting, 10)
+
+
+async def test_a_reader_that_leaves_wakes_another_for_the_message_it_was_woken_for() -> None:
+    """G2: nobody sleeps beside a message that may be taken."""
+    broker = MemoryBroker()
+    one = broker.subscribe("orders", group="g")
+    async with broker.subscribe("orders", group="g") as two:
+        async with one:
+            leaving = asyncio.ensure_future(anext(one))
+            await asyncio.sleep(0)
+            staying = asyncio.ensure_future(taken(two))
+            await asyncio.sleep(0)
+            await broker.publish([order(1)])
+
+        assert numbers([await staying]) == [1]
+        with pytest.raises(StopAsyncIteration):
+            await leaving
+
+
+async def test_a_reader_that_waits_does_not_keep_the_loop_busy() -> None:
+    """G11: neither for a message nor for a time."""
+    broker, loop = MemoryBroker(), asyncio.get_running_loop()
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([order(1)])
+        await (await taken(reader)).nack(delay=timedelta(hours=1))
+        waiting = asyncio.ensure_future(anext(reader))
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+        steps, began = 0, loop.time()
+        while loop.time() - began < 0.02:  # every turn of the loop is this task's, unless somebody else is busy
+            steps += 1
+            assert len(asyncio.all_tasks()) == 2
+            await asyncio.sleep(0.005)
+        assert steps <= 5
+        waiting.cancel()
+
+
+async def test_the_cost_of_a_message_does_not_grow_with_what_waits() -> None:
+    """G11: ten times the backlog takes about ten times as long, with keys, without, and with many groups beside."""
+    times: list[float] = []
+    for count in (500, 5000):
+        broker = MemoryBroker()
+        for other in range(count):
+            broker.subscribe(f"topic {other}", group=f"group {other}")
+        async with broker.subscribe("orders", group="g") as reader:
+            began = time.process_time()
+            await broker.publish(
+                [order(number, key=None if number % 2 else f"{number % 9}") for number in range(count)]
+            )
+            for _ in range(count):
+                await (await anext(reader)).ack()
+            times.append((time.process_time() - began) / count)
+
+    assert times[1] < times[0] * 5
 
 
 # -- lines -------------------------------------------------------------------------------------------------------

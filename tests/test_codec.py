@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -15,6 +15,7 @@ import pydantic
 import pytest
 
 from postroom import JSONCodec, type_name
+from postroom.codec import Naming, encoded, named, reader
 from postroom.errors import DecodeError, EncodeError
 
 IDENTITY = UUID("0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f")
@@ -160,3 +161,48 @@ class HTTPServerStarted(NamedTuple):
 def test_a_type_is_the_name_of_the_class_in_dots(event: object, name: str) -> None:
     """S1-23: the type of an event comes from its class."""
     assert type_name(event) == name
+
+
+def test_a_class_is_named_like_its_events() -> None:
+    """F-23: so that a handler can be added by the class."""
+    assert type_name(Item) == "item"
+    assert type_name(HTTPServerStarted) == "http.server.started"
+
+
+@pytest.mark.parametrize(
+    ("naming", "name"),
+    [
+        ("default", "HTTPServerStarted"),
+        ("dot", "http.server.started"),
+        ("kebab", "http-server-started"),
+        ("snake", "http_server_started"),
+    ],
+)
+def test_there_are_four_ways_to_name_a_type(naming: Naming, name: str) -> None:
+    """F-23: default, dot, kebab, snake."""
+    assert named(HTTPServerStarted(80), naming) == name
+    assert encoded(JSONCodec(), HTTPServerStarted(80), None, naming) == (b"[80]", name, "application/json")
+
+
+def test_an_event_without_a_class_of_its_own_is_named_like_its_topic() -> None:
+    """S1-23, F-22: a dict and raw bytes say nothing about what they are."""
+    codec = JSONCodec()
+
+    assert encoded(codec, {"a": 1}, "orders") == (b'{"a":1}', "orders", "application/json")
+    assert encoded(codec, memoryview(b"raw"), "orders") == (b"raw", "orders", "application/octet-stream")
+    assert encoded(codec, {}, None)[1] == ""
+    with pytest.raises(EncodeError, match="a bare value is no event"):
+        encoded(codec, 3, "orders")
+
+
+def test_a_reader_decodes_as_its_codec_does() -> None:
+    """F-22: what is found out before the first payload does not change what comes of it."""
+
+    class Doubling(JSONCodec):
+        def decode(self, payload: bytes, kind: Any = object, /) -> Any:  # noqa: ANN401
+            return [super().decode(payload, kind)] * 2
+
+    item, payload = Item("pen", Decimal("1.10")), b'{"name":"pen","price":"1.10"}'
+
+    assert reader(JSONCodec(), Item)(payload) == JSONCodec().decode(payload, Item) == item
+    assert reader(Doubling(), Item)(payload) == [item, item]

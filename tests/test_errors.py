@@ -57,6 +57,13 @@ MADE = [
     (errors.NotInTransactionError("run BEGIN"), "pass outside_transaction=True"),
     (errors.TransactionAbortedError(), "roll back and start again"),
     (errors.CommitUnknownError(), "look for the message id"),
+    (errors.AlreadyStartedError("a handler was added"), "do it before"),
+    (errors.HandlerExistsError("order.placed"), "one type has one handler, which may call several"),
+    (errors.NoTransactionError("the inbox"), "the inbox needs a transaction.* put TransactionMiddleware"),
+    (errors.TransactionClosedError(), "before the handler returns"),
+    (errors.NoHandlerError("order.placed"), r"add one with router\.on\('order\.placed'\)"),
+    (errors.HandlerRejectedError("order.placed"), "since its match refused it"),
+    (errors.NoDeliveryError(), "call this from a handler that a Consumer runs"),
     (errors.SchemaMissingError("t"), "run `postroom schema apply`"),
     (errors.SchemaVersionError("t", 1, 2), "run `postroom schema apply`"),
     (errors.SchemaVersionError("t", 2, 1), "upgrade postroom"),
@@ -79,3 +86,16 @@ def test_every_error_that_words_its_message_is_among_those() -> None:
 def test_a_long_text_is_cut_in_an_error() -> None:
     """G11: an error text has a limit."""
     assert len(str(errors.InvalidTopicError("x" * 100_000, 249))) < 250
+
+
+async def test_an_unknown_commit_can_be_asked_about_if_somebody_knows() -> None:
+    """G12: by whoever knows what the transaction wrote; without one the error says so."""
+    error = errors.CommitUnknownError()
+    with pytest.raises(errors.ConfigurationError, match="use an inbox, or look yourself"):
+        await error.resolve()
+
+    async def stored() -> bool:
+        return True
+
+    error.witness = stored
+    assert await error.resolve() is True

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, asdict, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 from uuid import UUID
 
 import pytest
 
-from postroom import Limits, Message, uuid7
+from postroom import Limits, Local, Message, Outbox, uuid7
+from postroom.brokers import MemoryBroker
 from postroom.errors import (
     ConfigurationError,
     InvalidDedupeKeyError,
@@ -21,7 +24,8 @@ from postroom.errors import (
     PayloadTooLargeError,
     TenantMismatchError,
 )
-from postroom.message import validate
+from postroom.message import drafted, validate
+from postroom.stores import MemoryStore
 
 TENANT = UUID("0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f")
 LIMITS = Limits()
@@ -154,3 +158,80 @@ def test_limits_that_refuse_everything_are_refused_themselves(name: str, value: 
     """G11: a mistake in the settings is told at the start, not at every message."""
     with pytest.raises(ConfigurationError, match="use positive limits"):
         Limits(**cast("Any", {name: value}))
+
+
+REGION = Local[str]("region")
+
+
+def test_components_that_use_the_same_word_do_not_overwrite_each_other() -> None:
+    """F-08, F-09: a value is found by the object it was put with; the message that it was put on stays as it was."""
+    mine, theirs = Local[int]("trace"), Local[int]("trace")
+    first = message()
+
+    second = theirs.put(mine.put(first, 1), 2)
+
+    assert (mine.of(second), theirs.of(second)) == (1, 2)
+    assert (mine.of(first), theirs.of(first)) == (None, None)
+    assert mine.of(mine.put(second, 3)) == 3
+    assert theirs.of(mine.put(second, 3)) == 2
+    assert repr(mine) == "Local('trace')"
+
+
+def test_a_copy_keeps_the_values_of_this_process() -> None:
+    """F-10, F-11: whatever is changed of a message on its way through this process."""
+    carrying = REGION.put(message(), "eu")
+
+    copies = [
+        replace(carrying, payload=b"[]", headers={"a": "b"}, attempt=2),
+        copy.copy(carrying),
+        copy.deepcopy(carrying),
+    ]
+
+    assert [REGION.of(each) for each in copies] == ["eu"] * 3
+
+
+def test_a_new_message_starts_without_values_of_this_process() -> None:
+    """F-10: however it is made; no two messages share a place to put them."""
+    made = drafted(
+        id=TENANT,
+        topic="t",
+        payload=b"",
+        type="t",
+        key=None,
+        namespace="n",
+        content_type="c",
+        headers={},
+        tenant_id=None,
+        dedupe_key=None,
+    )
+
+    assert not message().local
+    assert not made.local
+    assert message().local is not message().local
+
+
+async def test_values_of_this_process_end_where_a_message_leaves_it() -> None:
+    """F-08, F-10, F-19: in the outbox, at a broker, and in a pickle for another process."""
+    carrying, store, broker = REGION.put(message(), "eu"), MemoryStore(), MemoryBroker()
+
+    with store.transaction() as transaction:
+        Outbox().add(transaction, carrying)
+    async with broker.subscribe("orders", group="g") as deliveries:
+        await broker.publish([carrying])
+        delivered = (await anext(aiter(deliveries))).message
+        pickled = pickle.loads(pickle.dumps(carrying))  # noqa: S301 -- made here
+
+    left = [Outbox().prepare(carrying).message, store.rows[0].message, broker.received[0], delivered, pickled]
+    assert [dict(each.local) for each in left] == [{}] * 5
+    assert {each.id for each in left} == {carrying.id}
+    assert pickled == carrying
+
+
+def test_values_of_this_process_are_neither_shown_nor_compared() -> None:
+    """F-08, G11: they are no part of what a message says."""
+    plain = message()
+    carrying = REGION.put(plain, "canary")
+
+    assert "canary" not in repr(carrying)
+    assert carrying == plain
+    assert asdict(plain)["local"] == {}

@@ -441,7 +441,7 @@ def test_a_codec_of_ones_own_is_used() -> None:
         def encode(self, event: object) -> bytes:
             return repr(event).upper().encode()
 
-        def decode(self, payload: bytes) -> object:
+        def decode(self, payload: bytes, _: object = object, /) -> object:
             return payload
 
     message = Outbox(codec=Upper()).prepare({"a": 1}, topic="t").message

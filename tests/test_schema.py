@@ -32,8 +32,10 @@ from postroom.stores.sql.schemas.postgres import PostgresSchema
 from postroom.stores.sql.schemas.sqlite import SQLiteSchema
 from postroom.stores.sql.store import SQLStore
 from postroom.testing.clients import PostgresClient
+from postroom.writer import writer_of
 
 TABLE = "postroom_outbox"
+INBOX = "postroom_inbox"
 Connection: TypeAlias = Any  # three libraries, one PEP
 TERMS = ClaimTerms(worker=Message(topic="t", payload=b"").id)
 
@@ -47,7 +49,7 @@ class Room(ABC):
         self.where = where
 
     @abstractmethod
-    def store(self, *, table: str = TABLE, schema: str | None = None) -> SQLStore: ...
+    def store(self, *, table: str = TABLE, schema: str | None = None, inbox: str = INBOX) -> SQLStore: ...
 
     @abstractmethod
     def connect(self) -> Connection:
@@ -75,8 +77,8 @@ class Room(ABC):
 class SQLiteRoom(Room):
     catalog = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
 
-    def store(self, *, table: str = TABLE, schema: str | None = None) -> SQLiteStore:
-        return SQLiteStore(self.where, table=table)
+    def store(self, *, table: str = TABLE, schema: str | None = None, inbox: str = INBOX) -> SQLiteStore:
+        return SQLiteStore(self.where, table=table, inbox=inbox)
 
     def connect(self) -> sqlite3.Connection:
         return sqlite3.connect(self.where, isolation_level=None)
@@ -91,8 +93,8 @@ class PostgresRoom(Room):
         "WHERE nspname NOT LIKE 'pg\\_%' AND nspname <> 'information_schema' ORDER BY 1, 2"
     )
 
-    def store(self, *, table: str = TABLE, schema: str | None = None) -> PostgresStore:
-        return PostgresStore(self.where, table=table, schema=schema)
+    def store(self, *, table: str = TABLE, schema: str | None = None, inbox: str = INBOX) -> PostgresStore:
+        return PostgresStore(self.where, table=table, schema=schema, inbox=inbox)
 
     def connect(self) -> psycopg.Connection[Any]:
         return psycopg.connect(self.where, autocommit=True)
@@ -108,8 +110,8 @@ class MariaDBRoom(Room):
         "WHERE table_schema = DATABASE() ORDER BY table_name"
     )
 
-    def store(self, *, table: str = TABLE, schema: str | None = None) -> MySQLStore:
-        return MySQLStore(self.where, table=table)
+    def store(self, *, table: str = TABLE, schema: str | None = None, inbox: str = INBOX) -> MySQLStore:
+        return MySQLStore(self.where, table=table, inbox=inbox)
 
     def connect(self) -> pymysql.Connection[Any]:
         url = urlsplit(self.where)
@@ -173,7 +175,7 @@ async def test_apply_creates_everything_and_the_second_time_says_that_there_was_
     assert (first, second) == (True, False)
     assert await differences(room) == []
     assert room.everything() == before
-    assert room.run(f"SELECT version FROM {room.quote}postroom_outbox_version{room.quote}")[0][0] == 1
+    assert room.run(f"SELECT version FROM {room.quote}postroom_outbox_version{room.quote}")[0][0] == 2
 
 
 APPLY = """
@@ -220,7 +222,7 @@ async def test_connections_that_apply_at_once_all_succeed_and_one_of_them_create
     assert await differences(room) == []
 
 
-@pytest.mark.parametrize("done", range(1, 5))
+@pytest.mark.parametrize("done", [1, 2, 3, 4, -5, -4, -3, -2, -1])
 async def test_apply_finishes_what_was_killed_half_way(room: Room, done: int) -> None:
     """S1-10: every statement can be run again, wherever the one before was killed."""
     room.run(*room.statements(Names())[:done])
@@ -273,8 +275,8 @@ async def test_apply_never_alters_a_table_but_says_what_is_wrong_with_it(room: R
 SABOTAGE: dict[tuple[str, str], list[str]] = {
     ("sqlite", "DROP INDEX postroom_outbox_ready"): ["index postroom_outbox_ready is missing"],
     ("sqlite", "DROP VIEW postroom_outbox_messages"): ["view postroom_outbox_messages is missing"],
-    ("sqlite", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 1"],
-    ("sqlite", "DROP TABLE postroom_outbox_version"): ["version is missing, should be 1"],
+    ("sqlite", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 2"],
+    ("sqlite", "DROP TABLE postroom_outbox_version"): ["version is missing, should be 2"],
     (
         "sqlite",
         'DROP INDEX postroom_outbox_leased; CREATE INDEX "postroom_outbox_leased" ON "postroom_outbox" (namespace)',
@@ -284,6 +286,41 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
             "'ON \"postroom_outbox\" (namespace, locked_until, seq) WHERE status = \\'processing\\''"
         )
     ],
+    ("sqlite", "DROP INDEX postroom_inbox_old"): ["index postroom_inbox_old is missing"],
+    ("sqlite", "DROP VIEW postroom_inbox_processed"): ["view postroom_inbox_processed is missing"],
+    (
+        "sqlite",
+        (
+            "DROP VIEW postroom_inbox_processed; DROP TABLE postroom_inbox; "
+            'CREATE TABLE "postroom_inbox" (\n consumer TEXT,\n tenant_id TEXT NOT NULL,\n message_id TEXT NOT NULL\n)'
+        ),
+    ): [
+        "column postroom_inbox.consumer is 'TEXT', should be 'TEXT NOT NULL'",
+        "column postroom_inbox.created_at is missing",
+        "constraint PRIMARY KEY (consumer, tenant_id, message_id) of postroom_inbox is missing",
+        "index postroom_inbox_old is missing",
+        "view postroom_inbox_processed is missing",
+    ],
+    ("postgres", "ALTER TABLE postroom_inbox ALTER created_at DROP DEFAULT"): [
+        (
+            "column postroom_inbox.created_at is 'timestamp with time zone NOT NULL', "
+            "should be 'timestamp with time zone NOT NULL DEFAULT clock_timestamp()'"
+        )
+    ],
+    ("postgres", "ALTER TABLE postroom_inbox_dead DROP CONSTRAINT postroom_inbox_dead_pkey"): [
+        "constraint PRIMARY KEY (consumer, tenant_id, message_id) of postroom_inbox_dead is missing",
+        "index postroom_inbox_dead_pkey is missing",
+    ],
+    ("postgres", "DROP INDEX postroom_inbox_old"): ["index postroom_inbox_old is missing"],
+    ("postgres", "DROP VIEW postroom_inbox_processed"): ["view postroom_inbox_processed is missing"],
+    ("mariadb", "ALTER TABLE postroom_inbox MODIFY consumer VARCHAR(99) NOT NULL"): [
+        "column postroom_inbox.consumer is 'varchar(99) NOT NULL', should be 'varchar(100) NOT NULL'"
+    ],
+    ("mariadb", "ALTER TABLE postroom_inbox_dead DROP PRIMARY KEY"): ["primary key postroom_inbox_dead is missing"],
+    ("mariadb", "DROP INDEX postroom_inbox_old ON postroom_inbox"): [
+        "key postroom_inbox.postroom_inbox_old is missing"
+    ],
+    ("mariadb", "DROP VIEW postroom_inbox_processed"): ["table or view postroom_inbox_processed is missing"],
     ("postgres", "ALTER TABLE postroom_outbox ALTER topic DROP NOT NULL"): [
         "column topic is 'text', should be 'text NOT NULL'"
     ],
@@ -321,7 +358,7 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
         )
     ],
     ("postgres", "DROP VIEW postroom_outbox_published"): ["view postroom_outbox_published is missing"],
-    ("postgres", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 1"],
+    ("postgres", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 2"],
     ("mariadb", "ALTER TABLE postroom_outbox MODIFY topic VARCHAR(249)"): [
         "column topic is 'varchar(249) DEFAULT NULL', should be 'varchar(249) NOT NULL'"
     ],
@@ -337,7 +374,7 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
     ],
     ("mariadb", "DROP VIEW postroom_outbox_published"): ["table or view postroom_outbox_published is missing"],
     ("mariadb", "DROP TABLE postroom_outbox_lock"): ["table or view postroom_outbox_lock is missing"],
-    ("mariadb", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 1"],
+    ("mariadb", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 2"],
 }
 
 
@@ -358,9 +395,10 @@ async def test_check_of_an_empty_database_names_every_part_and_changes_nothing(r
 
     found = await differences(room)
 
-    assert "version is missing, should be 1" in found
+    assert "version is missing, should be 2" in found
     assert {"column id is missing", "column payload is missing"} <= set(found)
-    assert len(found) > 25
+    assert {"column postroom_inbox.consumer is missing", "column postroom_inbox_dead.error is missing"} <= set(found)
+    assert len(found) > 40
     assert room.everything() == before
 
 
@@ -386,15 +424,15 @@ async def test_a_store_without_its_table_says_how_to_make_it(room: Room) -> None
     [
         (
             "INSERT INTO postroom_outbox_version (version) VALUES (99)",
-            "the schema of postroom_outbox has version 99, version 1 is needed; upgrade postroom",
+            "the schema of postroom_outbox has version 99, version 2 is needed; upgrade postroom",
         ),
         (
             "UPDATE postroom_outbox_version SET version = 0",
-            "the schema of postroom_outbox has version 0, version 1 is needed; run `postroom schema apply`",
+            "the schema of postroom_outbox has version 0, version 2 is needed; run `postroom schema apply`",
         ),
         (
             "DELETE FROM postroom_outbox_version",
-            "the schema of postroom_outbox has version 0, version 1 is needed; run `postroom schema apply`",
+            "the schema of postroom_outbox has version 0, version 2 is needed; run `postroom schema apply`",
         ),
     ],
 )
@@ -421,6 +459,58 @@ async def test_an_old_release_does_not_apply_over_a_newer_schema(room: Room) -> 
         await applied(room)
 
     assert room.everything() == before
+
+
+def made_first(room: Room) -> None:
+    """Make what the first version had: an outbox and no inbox."""
+    texts = room.statements(Names())
+    record = f"INSERT INTO {room.quote}postroom_outbox_version{room.quote} (version) VALUES (1)"
+    room.run(*(text for text in texts[:-1] if "postroom_inbox" not in text), record)
+
+
+async def test_the_first_version_gets_an_inbox_and_keeps_its_messages(room: Room) -> None:
+    """S1-04, S1-10: on request only; until then the store says what is to be done."""
+    made_first(room)
+    with closing(room.connect()) as connection:
+        connection.cursor().execute("BEGIN")
+        Outbox().add(connection, Message(topic="t", payload=b"{}"))
+        connection.cursor().execute("COMMIT")
+    store = room.store()
+    with pytest.raises(SchemaVersionError) as caught:
+        await store.open()
+    found = await store.check_schema()
+
+    mended = [await store.apply_schema(), await store.apply_schema()]
+
+    assert str(caught.value) == (
+        "the schema of postroom_outbox has version 1, version 2 is needed; run `postroom schema apply`"
+    )
+    assert found[0] == "version is 1, should be 2"
+    assert all("postroom_inbox" in difference for difference in found[1:])
+    assert mended == [True, False]
+    assert await store.check_schema() == []
+    assert await store.open() is True
+    assert len(await store.claim(10, TERMS)) == 1
+    await store.close()
+
+
+@pytest.mark.parametrize("kind", ["postgres", "mariadb"])
+async def test_an_upgrade_does_not_wait_for_whoever_uses_the_outbox(request: pytest.FixtureRequest, kind: str) -> None:
+    """S1-10: behind an upgrade that waits, every producer would wait as well."""
+    room_kind, fixture = ROOMS[kind]
+    room = room_kind(str(request.getfixturevalue(fixture)))
+    made_first(room)
+    with closing(room.connect()) as connection:
+        connection.cursor().execute("BEGIN")
+        Outbox().add(connection, Message(topic="t", payload=b"{}"))
+
+        async with asyncio.timeout(30):
+            mended = await applied(room)
+
+        connection.cursor().execute("COMMIT")
+
+    assert mended is True
+    assert await differences(room) == []
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------
@@ -524,6 +614,42 @@ def test_a_name_that_is_no_plain_identifier_is_refused(kind: str, name: str) -> 
         PostgresStore("postgresql://localhost/shop", **{kind: name})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["", "A", "a;b", "a" * 46, "sqlite_x", "pg_x"])
+def test_the_name_of_an_inbox_is_checked_like_that_of_an_outbox(name: str) -> None:
+    """S1-11: identifiers cannot be bound, so they are checked."""
+    with pytest.raises(InvalidNameError, match="cannot name a table; use a lower-case letter"):
+        PostgresStore("postgresql://localhost/shop", inbox=name)
+
+
+@pytest.mark.parametrize(
+    ("table", "inbox", "shared"),
+    [("a", "a", "a"), ("a_dead", "a", "a_dead"), ("a", "a_version", "a_version"), ("b", "b_messages", "b_messages")],
+)
+def test_an_inbox_cannot_be_called_as_a_part_of_the_outbox(table: str, inbox: str, shared: str) -> None:
+    """S1-11: PostgreSQL keeps tables, views and indexes under one roof."""
+    with pytest.raises(InvalidNameError, match=f"{shared} would be a part of the outbox {table} as well"):
+        Names(table=table, inbox=inbox)
+
+
+@pytest.mark.parametrize(("table", "inbox"), [("a", "select"), ("a", "a" * 45), ("mail", "mail_inbox")])
+async def test_an_inbox_can_have_another_name(room: Room, table: str, inbox: str) -> None:
+    """S1-11: also a word of SQL, also the longest."""
+    names = Names(table=table, inbox=inbox)
+    room.run(*room.statements(names))
+    found = room.run(f"SELECT count(*) FROM {room.quote}{inbox}_dead{room.quote}")
+
+    assert found[0][0] == 0
+    assert await differences_of(room, names) == []
+
+
+async def differences_of(room: Room, names: Names) -> list[str]:
+    store = room.store(table=names.table, inbox=names.inbox)
+    try:
+        return await store.check_schema()
+    finally:
+        await store.close()
+
+
 # -- what is in it -----------------------------------------------------------------------------------------------
 
 
@@ -543,6 +669,13 @@ async def test_no_work_ever_changes_the_schema(room: Room) -> None:
     await store.sweep(TERMS)
     await store.stats()
     await store.purge(older_than=timedelta(0))
+    with closing(room.connect()) as connection:
+        connection.execute("BEGIN IMMEDIATE") if isinstance(room, SQLiteRoom) else connection.cursor().execute("BEGIN")
+        writer, inbox = writer_of(connection), store.inbox("stock")
+        writer.admit(connection, inbox, claims[0].message)
+        writer.bury(connection, inbox, claims[0].message, "no")
+        writer.purge_inbox(connection, inbox, 10)
+        connection.cursor().execute("COMMIT")
     await store.close()
 
     assert len(claims) == 2
@@ -630,3 +763,27 @@ async def test_the_columns_of_the_outbox_are_those_that_were_asked_for(room: Roo
         *("id", "namespace", "topic", "tenant_id", "dedupe_key", "payload", "status", "attempts", "next_attempt_at"),
         *("locked_by", "locked_until", "last_error", "created_at", "updated_at"),
     }
+
+
+async def test_the_inbox_has_the_columns_that_were_asked_for(room: Room) -> None:
+    """S1-07: its key is the consumer and the id; a view has them under the names of the seed."""
+    await applied(room)
+    message = Message(topic="t", payload=b"{}")
+    with closing(room.connect()) as connection:
+        connection.cursor().execute("BEGIN")
+        writer_of(connection).admit(connection, room.store().inbox("stock"), message)
+        connection.cursor().execute("COMMIT")
+
+    shown = room.run("SELECT subscriber, created_at FROM postroom_inbox_processed")
+
+    assert set(columns(room, "postroom_inbox")) >= {"consumer", "tenant_id", "message_id", "created_at"}
+    assert columns(room, "postroom_inbox_processed") == ["subscriber", "message_id", "created_at"]
+    assert columns(room, "postroom_inbox_dead") == [
+        *("consumer", "tenant_id", "message_id", "topic", "type", "key", "namespace", "payload", "content_type"),
+        *("headers", "attempts", "error", "died_at"),
+    ]
+    assert [row[0] for row in shown] == ["stock"]
+    assert shown[0][1]
+    insert = "INSERT INTO postroom_inbox (consumer, tenant_id, message_id, created_at) "
+    with pytest.raises((psycopg.IntegrityError, pymysql.err.IntegrityError, sqlite3.IntegrityError)):
+        room.run(insert + "SELECT consumer, tenant_id, message_id, created_at FROM postroom_inbox")

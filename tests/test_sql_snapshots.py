@@ -92,6 +92,10 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
         "sweep": list(told(dialect.sweep("shop", TERMS), [row])),
         "purge": [dialect.purge("shop", timedelta(days=7), 1000)],
         "stats": list(told(dialect.stats("shop"), [(1,) * 5], [(1.0,)])),
+        "mark a message as handled": list(told(dialect.admit("stock", MESSAGE))),
+        "look for the mark of a message": list(told(dialect.has("stock", MESSAGE))),
+        "purge the inbox": list(told(dialect.purge_inbox("stock", timedelta(days=7), 1000), [(row[0], row[0])])),
+        "keep a dead letter": list(told(dialect.bury_letter("stock", MESSAGE, "never"))),
         "look at the server": [next(dialect.probe())],
     }
 
@@ -155,8 +159,12 @@ def test_no_value_is_ever_part_of_the_sql(name: str) -> None:
         *told(dialect.claim_keyed(canary, 5, TERMS, Walk(canary, canary)), [nobody], [nobody]),
         *told(dialect.settle([Settlement(claim, Retry(canary))], keep_delivered=True), state),
         *told(dialect.settle([Settlement(claim, Dead(canary))], keep_delivered=True), state),
+        *told(dialect.admit(canary, message)),
+        *told(dialect.has(canary, message)),
+        *told(dialect.purge_inbox(canary, timedelta(days=7), 1000), [(b"canary", b"canary")]),
+        *told(dialect.bury_letter(canary, message, canary)),
     ]
 
-    assert len(statements) >= 4
+    assert len(statements) >= 8
     assert [s.text for s in statements if "canary" in s.text] == []
     assert "canary" in str([s.params for s in statements])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from .broker import Each, Publisher
+from .broker import Each, Publisher, Subscriber
 from .codec import Codec, JSONCodec, type_name
+from .consumer import Consumer
+from .delivery import Delivery, current_delivery, share
 from .dispatcher import Dispatcher
-from .message import Limits, Message, uuid7
+from .inbox import Inbox
+from .message import Limits, Local, Message, uuid7
+from .middleware import TransactionMiddleware, transactional
 from .outbox import Added, Outbox
 from .retry import Backoff
-from .source import Delivery, source
+from .router import Match, Router
+from .source import source
 from .store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats, Store
+from .transaction import Transaction, current_connection, current_transaction
 
 __all__ = [
     "Added",
@@ -17,24 +23,37 @@ __all__ = [
     "Claim",
     "ClaimTerms",
     "Codec",
+    "Consumer",
     "Dead",
     "Delivered",
     "Delivery",
     "Dispatcher",
     "Each",
     "Features",
+    "Inbox",
     "JSONCodec",
     "Limits",
+    "Local",
+    "Match",
     "Message",
     "Outbox",
     "Outcome",
     "Publisher",
     "Release",
     "Retry",
+    "Router",
     "Settlement",
     "Stats",
     "Store",
+    "Subscriber",
+    "Transaction",
+    "TransactionMiddleware",
+    "current_connection",
+    "current_delivery",
+    "current_transaction",
+    "share",
     "source",
+    "transactional",
     "type_name",
     "uuid7",
 ]

@@ -1,17 +1,21 @@
-"""The port of every broker: where messages go."""
+"""The ports of every broker: where messages go, and where they come from."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
 from .message import Message
 from .store import Dead, Delivered, Outcome, Release, Retry
 
-__all__ = ["OUTAGES", "Each", "Publisher", "Send", "describe", "is_cancelled"]
+if TYPE_CHECKING:
+    from .delivery import Delivery
+
+__all__ = ["OUTAGES", "Each", "Publisher", "Send", "Subscriber", "describe", "is_cancelled"]
 
 #: Delivers one message: to return is success, to raise is failure, and to return an `Outcome` is to choose.
 Send: TypeAlias = Callable[[Message], Awaitable[object]]
@@ -32,6 +36,32 @@ class Publisher(Protocol):
         Messages of one key stand in order: once one fails, later ones of its key must not be sent.
         Raise `BrokerUnavailableError` when the destination as a whole is down; any other exception fails all.
         """
+        ...
+
+
+class Subscriber(Protocol):
+    """Hands out messages: entered, read with ``async for``, and left.
+
+    Who reads it asks for the next delivery only when there is room for it. A delivery that is not settled, because its
+    reader died, comes again; so does one that was nacked, with a higher ``message.attempt``.
+    Messages of one key are handed out in order. To leave it gives back what was handed out and not settled.
+    """
+
+    #: How long after its first delivery a message may come again; None if nobody knows.
+    redelivery_horizon: timedelta | None
+
+    async def __aenter__(self) -> Self:
+        """Connect."""
+        ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hand out no more, and disconnect."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Delivery]:
+        """Return what yields deliveries; it ends when the subscriber is closed."""
         ...
 
 

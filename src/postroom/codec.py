@@ -6,19 +6,25 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from enum import Enum
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 from uuid import UUID
 
-from .errors import DecodeError, EncodeError
+from .decoding import decoded, decoder
+from .errors import EncodeError
 from .message import JSON
 
-__all__ = ["Codec", "JSONCodec", "type_name"]
+__all__ = ["Codec", "JSONCodec", "Naming", "encoded", "named", "reader", "type_name"]
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+#: How types are named after classes; ``default`` leaves the name of the class as it is.
+Naming: TypeAlias = Literal["default", "dot", "kebab", "snake"]
+_SEPARATORS: Final[Mapping[Naming, str | None]] = {"default": None, "dot": ".", "kebab": "-", "snake": "_"}
 
 
 class Codec(Protocol):
@@ -30,9 +36,35 @@ class Codec(Protocol):
         """Return the payload; raise `EncodeError` for what cannot be encoded."""
         ...
 
-    def decode(self, payload: bytes) -> object:
-        """Return the plain value; raise `DecodeError` for what is not of this codec."""
+    def decode(self, payload: bytes, kind: Any = object, /) -> Any:  # noqa: ANN401 -- what was asked for
+        """Return an object of type ``kind``, or the plain value; raise `DecodeError` for what is not of this codec."""
         ...
+
+
+_RAW: Final = (bytes, bytearray, memoryview)
+_BARE: Final = (str, int, float)
+
+
+def encoded(codec: Codec, event: object, topic: str | None, naming: Naming = "dot") -> tuple[bytes, str, str]:
+    """Return the payload of an event, its type and its content type; without a class of its own it is its topic's."""
+    if isinstance(event, (dict, Mapping)):  # the dict is only quicker
+        return codec.encode(cast("object", event)), topic or "", codec.content_type
+    if isinstance(event, _RAW):
+        return bytes(cast("bytes", event)), topic or "", "application/octet-stream"
+    if event is None or isinstance(event, _BARE):
+        raise EncodeError(event, "a bare value is no event")
+    return codec.encode(event), named(event, naming), codec.content_type
+
+
+def reader(codec: Codec, kind: Any) -> Callable[[bytes], Any]:  # noqa: ANN401
+    """Return what decodes payloads to a type, with as much as possible found out before the first of them.
+
+    Raises:
+        ConfigurationError: The codec of this library knows nothing of such a type.
+    """
+    if isinstance(codec, JSONCodec) and type(codec).decode is JSONCodec.decode:
+        return decoder(kind)
+    return lambda payload: codec.decode(payload, kind)
 
 
 class _Model(Protocol):
@@ -72,18 +104,13 @@ class JSONCodec:
             return cast("bytes", sys.modules["msgspec"].json.encode(event))
         return _ENCODER.encode(event).encode()
 
-    def decode(self, payload: bytes) -> object:
-        """Return dicts, lists, strings and numbers."""
-        try:
-            return cast("object", json.loads(payload, parse_constant=_refuse))
-        except (ValueError, RecursionError) as error:
-            raise DecodeError(
-                f"the payload is not JSON ({type(error).__name__}); decode it with the codec that encoded it"
-            ) from error
+    def decode(self, payload: bytes, kind: Any = object, /) -> Any:  # noqa: ANN401 -- what was asked for
+        """Return an object of type ``kind``; without one dicts, lists, strings and numbers."""
+        return decoded(payload, kind)
 
 
 def type_name(event: object) -> str:
-    """Return the message type of an event: ``OrderPlaced`` is ``order.placed``.
+    """Return the message type of an event, or of its class: ``OrderPlaced`` is ``order.placed``.
 
     Example:
         >>> from postroom import type_name
@@ -91,7 +118,14 @@ def type_name(event: object) -> str:
         >>> type_name(OrderPlaced())
         'order.placed'
     """
-    return _CAMEL.sub(".", type(event).__name__).lower()
+    return named(event, "dot")
+
+
+def named(event: object, naming: Naming) -> str:
+    """Return what an event, or its class, is called: OrderPlaced, order.placed, order-placed or order_placed."""
+    kind: type = event if isinstance(event, type) else type(event)
+    separator = _SEPARATORS[naming]
+    return kind.__name__ if separator is None else _CAMEL.sub(separator, kind.__name__).lower()
 
 
 def _is_model(value: object) -> bool:
@@ -101,10 +135,6 @@ def _is_model(value: object) -> bool:
 def _is_struct(value: object) -> bool:
     # If so, msgspec is loaded; the kernel itself imports no extra.
     return hasattr(type(value), "__struct_fields__")
-
-
-def _refuse(constant: str) -> object:
-    raise ValueError(constant)
 
 
 def _plain(value: object) -> Any:  # noqa: ANN401 -- json takes whatever this returns

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 
+from .errors import NoDeliveryError
 from .message import Message
-from .store import Dead, Delivered, Outcome, Retry
+from .store import Dead, Delivered, Outcome, Release, Retry
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "current_delivery", "share"]
+
+#: The delivery that is being handled.
+current: ContextVar[Delivery | None] = ContextVar("postroom_delivery", default=None)
 
 
 class Delivery:
@@ -18,6 +24,7 @@ class Delivery:
         self.message = message
         self._settle = settle
         self._outcome: Outcome | None = None
+        self._settled: asyncio.Future[Outcome] | None = None
 
     def __repr__(self) -> str:
         """Show the message's identity, never its payload."""
@@ -28,23 +35,71 @@ class Delivery:
         """What was said of the message; None while it is open."""
         return self._outcome
 
+    @property
+    def error(self) -> str | None:
+        """Why the message was not acknowledged, as the first nack or reject said it."""
+        return self._outcome.error if isinstance(self._outcome, Retry | Dead) else None
+
+    async def settled(self) -> Outcome:
+        """Wait until something was said of the message, by whomever, and return it."""
+        if self._outcome is not None:
+            return self._outcome
+        if self._settled is None:
+            self._settled = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._settled)
+
     async def ack(self) -> None:
         """Say that the message is done; when this returns, it is recorded or the lease was lost.
 
         Raises:
             StoreUnavailableError: Nobody is there any more to record it; the message will come again.
         """
-        await self._once(Delivered())
+        await self.settle(Delivered())
 
     async def nack(self, error: str = "nack", *, delay: timedelta | None = None) -> None:
         """Say that the message failed and should come again, by default after the usual backoff."""
-        await self._once(Retry(error, delay))
+        await self.settle(Retry(error, delay))
 
     async def reject(self, error: str) -> None:
         """Say that the message can never succeed: it becomes dead."""
-        await self._once(Dead(error))
+        await self.settle(Dead(error))
 
-    async def _once(self, outcome: Outcome) -> None:
-        if self._outcome is None:
-            self._outcome = outcome
-            await self._settle(outcome)
+    async def release(self) -> None:
+        """Give the message back as if it had never been handed out; no attempt is spent."""
+        await self.settle(Release())
+
+    async def settle(self, outcome: Outcome) -> None:
+        """Say what became of the message; only the first time counts."""
+        if self._outcome is not None:
+            return
+        self._outcome = outcome
+        if self._settled is not None:
+            self._settled.set_result(outcome)
+        await self._settle(outcome)
+
+
+def current_delivery() -> Delivery:
+    """Return the delivery that is being handled, for whoever acknowledges by hand."""
+    delivery = current.get()
+    if delivery is None:
+        raise NoDeliveryError
+    return delivery
+
+
+def share(delivery: Delivery, outputs: Sequence[Message]) -> list[Delivery]:
+    """Return a delivery for each output; ``delivery`` is acknowledged when all are, and fails with the first that does.
+
+    Each output counts once, however often it is settled. Without outputs nobody would ever settle, so the caller
+    acknowledges.
+    """
+    open_outputs = len(outputs)
+
+    async def settle(outcome: Outcome) -> None:
+        nonlocal open_outputs
+        open_outputs -= 1
+        if not isinstance(outcome, Delivered):
+            await delivery.settle(outcome)
+        elif not open_outputs:
+            await delivery.ack()
+
+    return [Delivery(output, settle) for output in outputs]

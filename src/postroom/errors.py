@@ -6,7 +6,10 @@ PostroomError
 │   ├── UnknownConnectionError
 │   ├── UnknownURLError
 │   ├── MissingExtraError
-│   └── UnsupportedDatabaseError
+│   ├── UnsupportedDatabaseError
+│   ├── AlreadyStartedError
+│   ├── HandlerExistsError
+│   └── MiddlewareOrderError
 ├── MessageError                     fix the message; nothing was written
 │   ├── InvalidMessageError
 │   ├── InvalidTopicError
@@ -20,8 +23,15 @@ PostroomError
 │   └── DecodeError
 ├── TransactionError                 fix how the transaction is opened or ended
 │   ├── NotInTransactionError
+│   ├── NoTransactionError
+│   ├── TransactionClosedError
 │   ├── TransactionAbortedError
 │   └── CommitUnknownError
+├── HandlingError                    a received message found nobody who takes it
+│   ├── NoHandlerError
+│   ├── HandlerRejectedError
+│   ├── NoDeliveryError
+│   └── AlreadyHandledError
 ├── SchemaError                      run `postroom schema apply`
 │   ├── SchemaMissingError
 │   └── SchemaVersionError
@@ -34,20 +44,29 @@ PostroomError
 └── BrokerError                      what a publisher raises to say what happened
     ├── BrokerUnavailableError       the destination is down: no attempt is spent
     ├── PublishUnknownError          no answer came: it may have been delivered
-    └── RejectError                  this message can never be delivered: dead at once
+    └── RejectError                  this message can never be delivered or handled: dead at once
+        └── ExpiredError
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Final
 from uuid import UUID
 
 __all__ = [
+    "AlreadyHandledError",
+    "AlreadyStartedError",
     "BrokerError",
     "BrokerUnavailableError",
     "CommitUnknownError",
     "ConfigurationError",
     "DecodeError",
     "EncodeError",
+    "ExpiredError",
+    "HandlerExistsError",
+    "HandlerRejectedError",
+    "HandlingError",
     "InvalidDedupeKeyError",
     "InvalidDueTimeError",
     "InvalidHeaderError",
@@ -56,7 +75,11 @@ __all__ = [
     "InvalidNameError",
     "InvalidTopicError",
     "MessageError",
+    "MiddlewareOrderError",
     "MissingExtraError",
+    "NoDeliveryError",
+    "NoHandlerError",
+    "NoTransactionError",
     "NotInTransactionError",
     "PayloadTooLargeError",
     "PostroomError",
@@ -73,6 +96,7 @@ __all__ = [
     "StoreUnavailableError",
     "TenantMismatchError",
     "TransactionAbortedError",
+    "TransactionClosedError",
     "TransactionError",
     "UnknownConnectionError",
     "UnknownURLError",
@@ -128,6 +152,24 @@ class UnsupportedDatabaseError(ConfigurationError):
 
     def __init__(self, found: str, needed: str) -> None:
         super().__init__(f"postroom does not work with {found}, which lacks what claims need; use {needed}")
+
+
+class AlreadyStartedError(ConfigurationError):
+    """Something was changed that is in use."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} after it was started; do it before")
+
+
+class HandlerExistsError(ConfigurationError):
+    """A type of message has a handler already."""
+
+    def __init__(self, message_type: str) -> None:
+        super().__init__(f"{message_type!r} has a handler already; one type has one handler, which may call several")
+
+
+class MiddlewareOrderError(ConfigurationError):
+    """Middlewares stand in an order in which they cannot keep their promises."""
 
 
 class MessageError(PostroomError, ValueError):
@@ -220,6 +262,25 @@ class NotInTransactionError(TransactionError):
         )
 
 
+class NoTransactionError(TransactionError):
+    """Something needs the transaction of a handler, and none is open."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__(
+            f"{who} needs a transaction and none is open; put TransactionMiddleware, or transactional, around"
+        )
+
+
+class TransactionClosedError(TransactionError):
+    """A transaction was used after its end."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the transaction has ended, so nothing more can be part of it; finish all its work, tasks and callbacks "
+            "among it, before the handler returns"
+        )
+
+
 class TransactionAbortedError(TransactionError):
     """The database already gave up the caller's transaction."""
 
@@ -233,8 +294,51 @@ class CommitUnknownError(TransactionError):
     def __init__(self) -> None:
         super().__init__(
             "the connection was lost during COMMIT; do not repeat blindly: look for the message id "
-            "(or its dedupe key) in the outbox to learn whether it was stored"
+            "(or its dedupe key) in the outbox, or call resolve(), to learn whether it was stored"
         )
+        #: Looks for something that the transaction wrote; set by whoever knows what that is.
+        self.witness: Callable[[], Awaitable[bool]] | None = None
+
+    async def resolve(self) -> bool:
+        """Tell whether the transaction was committed, by its row in the inbox; asks on a new connection.
+
+        Raises:
+            ConfigurationError: The transaction had no inbox that could tell.
+        """
+        if self.witness is None:
+            raise ConfigurationError(
+                "nothing tells whether this transaction was stored; use an inbox, or look yourself"
+            )
+        return await self.witness()
+
+
+class HandlingError(PostroomError):
+    """A message was received that no handler takes."""
+
+
+class NoHandlerError(HandlingError):
+    """No handler is known for the type of a message."""
+
+    def __init__(self, message_type: str) -> None:
+        super().__init__(f"no handler takes {message_type!r}; add one with router.on({message_type!r})")
+
+
+class HandlerRejectedError(HandlingError):
+    """The handler of a type does not want this message."""
+
+    def __init__(self, message_type: str) -> None:
+        super().__init__(f"the handler of {message_type!r} does not take this message, since its match refused it")
+
+
+class NoDeliveryError(HandlingError):
+    """Something wants to acknowledge a message where none is being handled."""
+
+    def __init__(self) -> None:
+        super().__init__("no message is being handled here; call this from a handler that a Consumer runs")
+
+
+class AlreadyHandledError(HandlingError):
+    """A message was handled by somebody else meanwhile, so this transaction is rolled back; it is no failure."""
 
 
 class SchemaError(PostroomError):
@@ -297,7 +401,20 @@ class PublishUnknownError(BrokerError):
 
 
 class RejectError(BrokerError):
-    """The destination will never take this message; it becomes dead at once."""
+    """This message can never be delivered, or handled: it becomes dead at once."""
+
+
+class ExpiredError(RejectError):
+    """A message was received after the time up to which it means something."""
+
+
+#: What can never be handled, however often it is tried: it was refused, or its payload is not what it should be.
+HOPELESS: Final = (RejectError, DecodeError)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Tell whether an error says that the database was away, which is no fault of the message that was handled."""
+    return isinstance(error, StoreError | CommitUnknownError) and not isinstance(error, StoreContentionError)
 
 
 def shown(text: object) -> str:

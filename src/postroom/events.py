@@ -10,11 +10,19 @@ from typing import ClassVar, TypeAlias
 from uuid import UUID
 
 __all__ = [
+    "AckFailed",
     "BreakerClosed",
     "BreakerOpened",
     "Claimed",
+    "ConsumerStarted",
+    "ConsumerStopped",
+    "DeadLettered",
     "Died",
+    "DuplicateSkipped",
     "Event",
+    "Handled",
+    "HandlingFailed",
+    "InboxPurged",
     "LeaseLost",
     "Listener",
     "LoopStalled",
@@ -181,6 +189,88 @@ class Purged(Event):
     """Delivered messages past their retention were deleted."""
 
     text = "delivered messages purged"
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerStarted(Event):
+    """A consumer runs."""
+
+    level = logging.INFO
+    text = "consumer started"
+    types: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerStopped(Event):
+    """A consumer ended; ``released`` of its deliveries were given back."""
+
+    level = logging.INFO
+    text = "consumer stopped"
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handled(Event):
+    """A handler ended well."""
+
+    text = "message handled"
+    message_id: UUID
+    type: str
+    duration: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class HandlingFailed(Event):
+    """A handler failed, and the message will come again."""
+
+    level = logging.WARNING
+    text = "handling failed, the message will come again"
+    message_id: UUID
+    type: str
+    attempt: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicateSkipped(Event):
+    """A message that its consumer has handled before came again, and was acknowledged."""
+
+    text = "duplicate skipped"
+    consumer: str
+    message_id: UUID
+    type: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLettered(Event):
+    """A message was put aside for good: somebody must look at it."""
+
+    level = logging.ERROR
+    text = "message is in the dead letters"
+    message_id: UUID
+    type: str
+    attempt: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class AckFailed(Event):
+    """What became of a message could not be told to the broker: it will come again."""
+
+    level = logging.WARNING
+    text = "acknowledgement failed, the message will come again"
+    message_id: UUID
+    type: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class InboxPurged(Event):
+    """Inbox rows past their retention were deleted."""
+
+    text = "inbox rows purged"
+    consumer: str
     count: int
 
 

@@ -6,9 +6,9 @@ import os
 import re
 import time as clock
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from typing import Any, Final, cast
+from typing import Any, Final, Generic, TypeVar, cast
 from uuid import UUID
 
 from .errors import (
@@ -24,7 +24,9 @@ from .errors import (
     shown,
 )
 
-__all__ = ["Limits", "Message", "drafted", "uuid7", "uuid7s", "validate"]
+__all__ = ["Limits", "Local", "Message", "drafted", "uuid7", "uuid7s", "validate"]
+
+T = TypeVar("T")
 
 JSON: Final = "application/json"
 DEFAULT_NAMESPACE: Final = "default"
@@ -60,6 +62,35 @@ def _uuid7(now: int, random: bytes) -> UUID:
     return UUID(int=value & ~(0xF << 76 | 0x3 << 62) | 0x7 << 76 | 0x2 << 62)
 
 
+class Local(Generic[T]):
+    """Names a value that messages carry within this process, such as a tenant's settings.
+
+    Two components that use the same word have two of these, so neither overwrites the other's value.
+
+    Example:
+        >>> from postroom import Local, Message
+        >>> REGION = Local[str]("region")
+        >>> message = REGION.put(Message(topic="orders", payload=b"{}"), "eu")
+        >>> REGION.of(message)
+        'eu'
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        """Show the name."""
+        return f"Local({self.name!r})"
+
+    def put(self, message: Message, value: T) -> Message:
+        """Return a copy of the message that carries the value too."""
+        return replace(message, local={**message.local, self: value})
+
+    def of(self, message: Message) -> T | None:
+        """Return the value that a message carries, None if it carries none."""
+        return message.local.get(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """An immutable message, named with the attributes of CloudEvents where they exist.
@@ -86,10 +117,29 @@ class Message:
     attempt: int = field(default=0, compare=False)
     #: Rises at every claim, so that a receiver can tell a late duplicate from a newer try.
     token: int = field(default=0, compare=False)
+    #: Values of this process, put here by `Local`; never stored or sent, so they end where the message leaves.
+    local: Mapping[Local[Any], Any] = field(default_factory=dict[Local[Any], Any], compare=False, repr=False)
 
     def __repr__(self) -> str:
         """Leave out payload and header values: a repr ends up in logs."""
         return f"Message(id={self.id}, topic={self.topic!r}, type={self.type!r}, key={self.key!r})"
+
+    def __copy__(self) -> Message:
+        """Return the message itself, which nobody can change."""
+        return self
+
+    def __deepcopy__(self, _: object) -> Message:
+        """Return the message itself, as a copy does."""
+        return self
+
+    def __getstate__(self) -> list[object]:
+        """Leave out the values of this process: a pickle goes to another."""
+        return [{} if item.name == "local" else getattr(self, item.name) for item in fields(self)]
+
+    @property
+    def source(self) -> str:
+        """Who says so, as the attribute ``source`` of CloudEvents."""
+        return self.headers.get("ce-source") or f"postroom:{self.namespace}"
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -97,7 +147,7 @@ class Message:
         attributes = {
             "specversion": "1.0",
             "id": str(self.id),
-            "source": self.headers.get("ce-source", f"postroom:{self.namespace}"),
+            "source": self.source,
             "type": self.type,
             "datacontenttype": self.content_type,
         }
@@ -145,6 +195,7 @@ def drafted(  # noqa: PLR0913 -- one argument for each attribute
     draft.time = time
     draft.attempt = attempt
     draft.token = token
+    draft.local = {}
     draft.__class__ = Message
     return cast("Message", draft)
 

@@ -11,36 +11,12 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack, cast, overload
 from uuid import UUID
 
-from .codec import Codec, JSONCodec, type_name
-from .errors import (
-    EncodeError,
-    InvalidDueTimeError,
-    InvalidMessageError,
-    InvalidNameError,
-    UnknownConnectionError,
-)
+from .codec import Codec, JSONCodec, encoded
+from .errors import InvalidDueTimeError, InvalidMessageError, InvalidNameError
 from .message import DEFAULT_NAMESPACE, Limits, Message, drafted, is_namespace, uuid7s, validate
+from .writer import writer_of
 
-__all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncConnection", "Writer"]
-
-#: How a library's connections are written through, by the package that their class comes from.
-_WRITERS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("asyncpg", "psycopg", "sqlite3", "aiosqlite", "asyncmy", "pymysql", "sqlalchemy", "django"),
-        "postroom.stores.sql.writers",
-    ),
-    "postroom": "postroom.stores.memory",
-}
-_ACCEPTED: Final = (
-    "asyncpg, psycopg (sync or async), sqlite3, aiosqlite, asyncmy, PyMySQL, SQLAlchemy Session, AsyncSession, "
-    "Connection or AsyncConnection, Django's connection"
-)
-_POOLS: Final = frozenset(
-    {"AsyncConnectionPool", "AsyncEngine", "ConnectionPool", "Engine", "Pool", "sessionmaker", "async_sessionmaker"}
-)
-
-_RAW: Final = (bytes, bytearray, memoryview)
-_BARE: Final = (str, int, float)
+__all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncConnection"]
 
 _NO_DELAY: Final = timedelta(0)
 #: Moments that every database can store.
@@ -107,21 +83,6 @@ class Options(TypedDict, total=False):
 
 _OPTIONS: Final = frozenset(Options.__annotations__)
 _OF_EVERY_MESSAGE: Final = frozenset({"delay", "due_at", "outside_transaction"})
-
-
-class Writer(Protocol):
-    """Writes messages through one library's connections."""
-
-    def write(
-        self,
-        connection: Any,  # noqa: ANN401 -- each writer knows its own
-        additions: Sequence[Addition],
-        outbox: Outbox,
-        *,
-        outside_transaction: bool,
-    ) -> list[Added] | Awaitable[list[Added]]:
-        """Write in the caller's transaction; never commit it."""
-        ...
 
 
 class Outbox:
@@ -209,7 +170,7 @@ class Outbox:
         if len(additions) > 1 and options.get("dedupe_key") is not None:
             raise InvalidMessageError("one dedupe_key cannot stand for several events; pass Message objects")
         outside = options.get("outside_transaction", False)
-        written = _writer(connection).write(connection, additions, self, outside_transaction=outside)
+        written = writer_of(connection).write(connection, additions, self, outside_transaction=outside)
         if many:
             return written
         return written[0] if isinstance(written, list) else _first(written)
@@ -254,13 +215,13 @@ class Outbox:
     def _given(self, message: Message, options: Options) -> Message:
         if extra := options.keys() - _OF_EVERY_MESSAGE:
             raise InvalidMessageError(f"a Message already says its {_listed(extra)}; leave them out of add()")
-        return replace(message, namespace=self.namespace, type=message.type or message.topic)
+        return replace(message, namespace=self.namespace, type=message.type or message.topic, local={})
 
     def _made(self, event: object, identity: UUID, options: Options) -> Message:
         topic = options.get("topic")
         if topic is None:
             raise InvalidMessageError("add() needs topic= for an event that is not a Message")
-        payload, kind, content_type = self._encoded(event, topic)
+        payload, kind, content_type = encoded(self.codec, event, topic)
         return drafted(
             id=identity,
             topic=topic,
@@ -273,16 +234,6 @@ class Outbox:
             tenant_id=options.get("tenant_id"),
             dedupe_key=options.get("dedupe_key"),
         )
-
-    def _encoded(self, event: object, topic: str) -> tuple[bytes, str, str]:
-        """Return the payload of an event, its type and its content type."""
-        if isinstance(event, (dict, Mapping)):  # the dict is only quicker
-            return self.codec.encode(cast("object", event)), topic, self.codec.content_type
-        if isinstance(event, _RAW):
-            return bytes(cast("bytes", event)), topic, "application/octet-stream"
-        if event is None or isinstance(event, _BARE):
-            raise EncodeError(event, "a bare value is no event")
-        return self.codec.encode(event), type_name(event), self.codec.content_type
 
 
 def _due(options: Options) -> tuple[datetime | None, timedelta]:
@@ -314,26 +265,6 @@ def _validate_due(due_at: object, delay: object) -> None:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
-
-
-def _writer(connection: object) -> Writer:
-    find = _finder(type(connection))  # type: ignore[arg-type]  # mypy takes a class for unhashable
-    writer = None if find is None else find(connection)
-    if writer is None:
-        is_pool = not _POOLS.isdisjoint(base.__name__ for base in type(connection).__mro__)
-        hint = ", which hands out connections but is none: acquire one and begin a transaction" if is_pool else ""
-        raise UnknownConnectionError(connection, _ACCEPTED, hint)
-    return writer
-
-
-@lru_cache(maxsize=256)
-def _finder(kind: type) -> Callable[[object], Writer | None] | None:
-    """Return what finds the writer for a kind of connection, by the package that its class or a base comes from."""
-    for base in kind.__mro__:
-        module = _WRITERS.get(base.__module__.partition(".")[0])
-        if module is not None:
-            return cast("Callable[[object], Writer | None]", importlib.import_module(module).writer_for)
-    return None
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,7 @@ from .dispatcher import Dispatcher
 from .errors import StoreUnavailableError
 from .message import Message
 from .retry import Delay
-from .store import OnDead, Outcome, Settlement, Store
+from .store import OnDead, Outcome, Release, Settlement, Store
 
 __all__ = ["Delivery", "Source", "source"]
 
@@ -27,6 +27,9 @@ NOT_RECORDED = "the source was closed before this was recorded; the message will
 
 class Source(AsyncIterator[Delivery]):
     """Deliveries of a store's messages; leases are renewed while the reader holds them."""
+
+    #: A message that is dead may be redriven at any time.
+    redelivery_horizon: timedelta | None = None
 
     def __init__(  # noqa: PLR0913 -- the choices of a dispatcher that a reader has too
         self,
@@ -88,6 +91,8 @@ class Source(AsyncIterator[Delivery]):
     async def __anext__(self) -> Delivery:
         """Return the next delivery; ends when the source is closed, raises what ended it."""
         running = self._start()
+        if not running.done() and not self._ready.empty():
+            return self._ready.get_nowait()  # without the two tasks that waiting takes
         ready = asyncio.ensure_future(self._ready.get())
         try:
             await asyncio.wait({ready, running}, return_when=asyncio.FIRST_COMPLETED)
@@ -128,6 +133,10 @@ class Source(AsyncIterator[Delivery]):
         async def settle(outcome: Outcome) -> None:
             if decided.done():
                 raise StoreUnavailableError(NOT_RECORDED)
+            if isinstance(outcome, Release):
+                # Given back with the rest of its batch, which its reader may hold: to wait for it could be for ever.
+                decided.set_result(outcome)
+                return
             recorded = self._recorded[message.id, message.token] = loop.create_future()
             decided.set_result(outcome)
             # The reader may stop waiting; the outcome is recorded all the same.

@@ -51,12 +51,43 @@ SELECT id, payload, headers AS properties, created_at, delivered_at AS published
 updated_at
 FROM `postroom_outbox`;
 
+CREATE TABLE IF NOT EXISTS `postroom_inbox` (
+    consumer VARCHAR(100) NOT NULL,
+    tenant_id BINARY(16) NOT NULL,
+    message_id BINARY(16) NOT NULL,
+    deliveries INT NOT NULL DEFAULT 1,
+    created_at DATETIME(6) NOT NULL,
+    PRIMARY KEY (consumer, tenant_id, message_id),
+    KEY `postroom_inbox_old` (consumer, created_at)
+) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+CREATE TABLE IF NOT EXISTS `postroom_inbox_dead` (
+    consumer VARCHAR(100) NOT NULL,
+    tenant_id BINARY(16) NOT NULL,
+    message_id BINARY(16) NOT NULL,
+    topic LONGTEXT NOT NULL,
+    type LONGTEXT NOT NULL,
+    `key` LONGTEXT,
+    namespace LONGTEXT NOT NULL,
+    payload LONGBLOB NOT NULL,
+    content_type LONGTEXT NOT NULL,
+    headers LONGTEXT NOT NULL,
+    attempts INT NOT NULL,
+    error TEXT NOT NULL,
+    died_at DATETIME(6) NOT NULL,
+    PRIMARY KEY (consumer, tenant_id, message_id)
+) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
+CREATE OR REPLACE VIEW `postroom_inbox_processed` AS
+SELECT consumer AS subscriber, message_id, created_at
+FROM `postroom_inbox`;
+
 CREATE TABLE IF NOT EXISTS `postroom_outbox_version` (
     version INT NOT NULL PRIMARY KEY,
     applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)
 ) ENGINE=InnoDB;
 
-INSERT IGNORE INTO `postroom_outbox_version` (version) VALUES (1);
+INSERT IGNORE INTO `postroom_outbox_version` (version) VALUES (2);
 
 -- add one message
 INSERT INTO `postroom_outbox_lock` (number) VALUES (:number) ON DUPLICATE KEY UPDATE number = number;
@@ -241,6 +272,30 @@ WHERE namespace = :namespace AND status = 'pending' AND ordered = 0 AND next_att
 UNION ALL
 SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), UTC_TIMESTAMP(6)) / 1000000 FROM `postroom_outbox`
 WHERE namespace = :namespace AND status = 'pending' AND ordered = 1 AND next_attempt_at <= UTC_TIMESTAMP(6);
+
+-- mark a message as handled
+INSERT INTO `postroom_inbox` (consumer, tenant_id, message_id, created_at)
+VALUES (:consumer, :tenant_id, :message_id, UTC_TIMESTAMP(6))
+ON DUPLICATE KEY UPDATE deliveries = deliveries + 1;
+
+-- look for the mark of a message
+SELECT 1 FROM `postroom_inbox`
+WHERE consumer = :consumer AND tenant_id = :tenant_id AND message_id = :message_id;
+
+-- purge the inbox
+SELECT tenant_id, message_id FROM `postroom_inbox` FORCE INDEX (`postroom_inbox_old`)
+WHERE consumer = :consumer AND created_at <= UTC_TIMESTAMP(6) - INTERVAL :duration MICROSECOND
+ORDER BY created_at LIMIT :limit FOR UPDATE SKIP LOCKED;
+
+-- purge the inbox
+DELETE FROM `postroom_inbox` WHERE consumer = :consumer AND tenant_id = :tenant_id AND message_id IN :ids;
+
+-- keep a dead letter
+INSERT INTO `postroom_inbox_dead` (consumer, tenant_id, message_id, topic, type, `key`, namespace, payload,
+    content_type, headers, attempts, error, died_at)
+VALUES (:consumer, :tenant_id, :message_id, :topic, :type, :key, :namespace, :payload,
+    :content_type, :headers, :attempts, :error, UTC_TIMESTAMP(6))
+ON DUPLICATE KEY UPDATE consumer = consumer;
 
 -- look at the server
 SELECT VERSION(), @@read_only;

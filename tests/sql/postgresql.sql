@@ -61,13 +61,44 @@ SELECT id, payload, headers AS properties, created_at, delivered_at AS published
 updated_at
 FROM "postroom_outbox";
 
+CREATE TABLE IF NOT EXISTS "postroom_inbox" (
+    consumer text NOT NULL,
+    tenant_id uuid NOT NULL,
+    message_id uuid NOT NULL,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, tenant_id, message_id)
+) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000);
+
+CREATE INDEX IF NOT EXISTS "postroom_inbox_old" ON "postroom_inbox" (consumer, created_at);
+
+CREATE TABLE IF NOT EXISTS "postroom_inbox_dead" (
+    consumer text NOT NULL,
+    tenant_id uuid NOT NULL,
+    message_id uuid NOT NULL,
+    topic text NOT NULL,
+    type text NOT NULL,
+    "key" text,
+    namespace text NOT NULL,
+    payload bytea NOT NULL,
+    content_type text NOT NULL,
+    headers jsonb NOT NULL DEFAULT '{}',
+    attempts integer NOT NULL,
+    error text NOT NULL,
+    died_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, tenant_id, message_id)
+);
+
+CREATE OR REPLACE VIEW "postroom_inbox_processed" AS
+SELECT consumer AS subscriber, message_id, created_at
+FROM "postroom_inbox";
+
 CREATE TABLE IF NOT EXISTS "postroom_outbox_version" (
     version integer PRIMARY KEY,
     applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
-INSERT INTO "postroom_outbox_version" (version) SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
-  WHERE version = 1);
+INSERT INTO "postroom_outbox_version" (version) SELECT 2 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
+  WHERE version = 2);
 
 -- add one message
 SELECT pg_advisory_xact_lock(number) FROM unnest(:numbers::bigint[]) AS t(number);
@@ -435,6 +466,29 @@ WHERE namespace = :namespace AND status = 'pending' AND "key" IS NULL AND next_a
 UNION ALL
 SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM "postroom_outbox"
 WHERE namespace = :namespace AND status = 'pending' AND "key" IS NOT NULL AND next_attempt_at <= now();
+
+-- mark a message as handled
+INSERT INTO "postroom_inbox" (consumer, tenant_id, message_id, created_at)
+VALUES (:consumer, :tenant_id, :message_id, now())
+ON CONFLICT DO NOTHING;
+
+-- look for the mark of a message
+SELECT 1 FROM "postroom_inbox"
+WHERE consumer = :consumer AND tenant_id = :tenant_id AND message_id = :message_id;
+
+-- purge the inbox
+DELETE FROM "postroom_inbox"
+WHERE ctid = ANY (ARRAY(
+        SELECT ctid FROM "postroom_inbox"
+        WHERE consumer = :consumer AND created_at <= now() - :duration::interval
+        ORDER BY created_at LIMIT :limit FOR UPDATE SKIP LOCKED));
+
+-- keep a dead letter
+INSERT INTO "postroom_inbox_dead" (consumer, tenant_id, message_id, topic, type, "key", namespace, payload,
+    content_type, headers, attempts, error, died_at)
+VALUES (:consumer, :tenant_id, :message_id, :topic, :type, :key, :namespace, :payload,
+    :content_type, (:headers::text)::jsonb, :attempts, :error, now())
+ON CONFLICT DO NOTHING;
 
 -- look at the server
 SELECT current_setting('server_version_num')::int, current_setting('transaction_read_only')::boolean;

@@ -62,13 +62,45 @@ attempts, last_error,
 strftime('%Y-%m-%dT%H:%M:%fZ', updated_at / 1000.0, 'unixepoch') AS updated_at
 FROM "postroom_outbox";
 
+CREATE TABLE IF NOT EXISTS "postroom_inbox" (
+    consumer TEXT NOT NULL,
+    tenant_id TEXT NOT NULL,
+    message_id TEXT NOT NULL,
+    created_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)),
+    PRIMARY KEY (consumer, tenant_id, message_id)
+);
+
+CREATE INDEX IF NOT EXISTS "postroom_inbox_old" ON "postroom_inbox" (consumer, created_at);
+
+CREATE TABLE IF NOT EXISTS "postroom_inbox_dead" (
+    consumer TEXT NOT NULL,
+    tenant_id TEXT NOT NULL,
+    message_id TEXT NOT NULL,
+    topic TEXT NOT NULL,
+    type TEXT NOT NULL,
+    "key" TEXT,
+    namespace TEXT NOT NULL,
+    payload BLOB NOT NULL,
+    content_type TEXT NOT NULL,
+    headers TEXT NOT NULL DEFAULT '{}',
+    attempts INTEGER NOT NULL,
+    error TEXT NOT NULL,
+    died_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)),
+    PRIMARY KEY (consumer, tenant_id, message_id)
+);
+
+CREATE VIEW IF NOT EXISTS "postroom_inbox_processed" AS
+SELECT consumer AS subscriber, message_id,
+strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000.0, 'unixepoch') AS created_at
+FROM "postroom_inbox";
+
 CREATE TABLE IF NOT EXISTS "postroom_outbox_version" (
     version INTEGER PRIMARY KEY,
     applied_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))
 );
 
-INSERT INTO "postroom_outbox_version" (version) SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
-  WHERE version = 1);
+INSERT INTO "postroom_outbox_version" (version) SELECT 2 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
+  WHERE version = 2);
 
 -- add one message
 INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, dedupe_key, payload, content_type, headers,
@@ -297,6 +329,29 @@ SELECT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) - next_attemp
     SELECT min(next_attempt_at) FROM "postroom_outbox"
     WHERE namespace = :namespace AND status = 'pending' AND "key" IS NOT NULL
       AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER));
+
+-- mark a message as handled
+INSERT INTO "postroom_inbox" (consumer, tenant_id, message_id, created_at)
+VALUES (:consumer, :tenant_id, :message_id, CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))
+ON CONFLICT DO NOTHING;
+
+-- look for the mark of a message
+SELECT 1 FROM "postroom_inbox"
+WHERE consumer = :consumer AND tenant_id = :tenant_id AND message_id = :message_id;
+
+-- purge the inbox
+DELETE FROM "postroom_inbox"
+WHERE rowid IN (
+    SELECT rowid FROM "postroom_inbox"
+    WHERE consumer = :consumer AND created_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) - :duration
+    ORDER BY created_at LIMIT :limit);
+
+-- keep a dead letter
+INSERT INTO "postroom_inbox_dead" (consumer, tenant_id, message_id, topic, type, "key", namespace, payload,
+    content_type, headers, attempts, error, died_at)
+VALUES (:consumer, :tenant_id, :message_id, :topic, :type, :key, :namespace, :payload,
+    :content_type, :headers, :attempts, :error, CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))
+ON CONFLICT DO NOTHING;
 
 -- look at the server
 SELECT sqlite_version();

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import assert_type
 
@@ -17,10 +18,64 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
-from postroom import Added, Message, Outbox
+from postroom import (
+    Added,
+    Consumer,
+    Delivery,
+    Local,
+    Match,
+    Message,
+    Outbox,
+    Outcome,
+    Router,
+    Transaction,
+    TransactionMiddleware,
+    current_connection,
+    current_delivery,
+    current_transaction,
+    share,
+    transactional,
+)
+from postroom.brokers import MemoryBroker
+from postroom.cqrs import CommandHandler, command_handler, command_handler_with_outbox
+from postroom.middleware import CorrelationMiddleware, LogMiddleware, Next, RetryMiddleware
+from postroom.stores import PostgresStore
 
 outbox = Outbox()
 message = Message(topic="orders", payload=b"{}")
+router = Router(topic="stock", source="/stock")
+REGION = Local[str]("region")
+
+
+@dataclass
+class OrderPlaced:
+    """An event."""
+
+    order_id: int
+
+
+@dataclass
+class StockReserved:
+    """Another."""
+
+    order_id: int
+
+
+@router.on("order.placed", match=Match(type="order.%", source="/shop/%"))
+async def reserve(order: OrderPlaced) -> list[StockReserved]:
+    """Handle an event."""
+    return [StockReserved(order.order_id)]
+
+
+@router.on(StockReserved, topic="audit")
+def audit(stock: StockReserved, message: Message, *, delivery: Delivery, transaction: Transaction) -> Message | None:
+    """Handle one with all that there is."""
+    return message if delivery.outcome is None and transaction.connection else None
+
+
+async def empty(message: Message, call_next: Next) -> Sequence[Message]:
+    """Do nothing around a handler."""
+    return await call_next(message)
 
 
 async def with_asyncpg(
@@ -96,6 +151,76 @@ def with_options(connection: sqlite3.Connection) -> None:
         outside_transaction=True,
     )
     outbox.add(connection, {"a": 1}, topic="orders", due_at=datetime.now(UTC))
+
+
+async def with_a_router() -> None:
+    """Handle messages; a decorated function keeps its type."""
+    assert_type(await reserve(OrderPlaced(1)), list[StockReserved])
+    assert_type(
+        audit(StockReserved(1), message, delivery=current_delivery(), transaction=current_transaction()), Message | None
+    )
+    assert_type(await router(message), Sequence[Message])
+    assert_type(router.types, tuple[str, ...])
+    router.add("order.cancelled", reserve, match=lambda message: message.key is not None)
+
+
+async def with_a_consumer(store: PostgresStore, pool: asyncpg.Pool[asyncpg.Record]) -> None:
+    """Receive messages."""
+    broker = MemoryBroker()
+    consumer = Consumer(
+        broker.subscribe("orders", group="stock"),
+        router,
+        LogMiddleware(),
+        CorrelationMiddleware(),
+        RetryMiddleware(3),
+        empty,
+        transactional(store, consumer="stock", pool=pool),
+        acking="on_success",
+        concurrency=3,
+        timeout=timedelta(seconds=5),
+    )
+    Consumer(
+        broker.subscribe("orders", group="b"), router, TransactionMiddleware(pool), acking="forward", publisher=broker
+    )
+    assert_type(await consumer.run(), None)
+    assert_type(await consumer.stop(), None)
+    assert_type(current_connection(pool), asyncpg.Pool[asyncpg.Record])
+
+
+async def with_deliveries(delivery: Delivery) -> None:
+    """Acknowledge by hand."""
+    await delivery.nack("no stock", delay=timedelta(seconds=1))
+    assert_type(await delivery.settled(), Outcome)
+    assert_type(delivery.outcome, Outcome | None)
+    assert_type(delivery.error, str | None)
+    assert_type(share(delivery, [message]), list[Delivery])
+
+
+def with_locals() -> None:
+    """Carry a value within the process."""
+    assert_type(REGION.put(message, "eu"), Message)
+    assert_type(REGION.of(message), str | None)
+
+
+def with_commands(pool: asyncpg.Pool[asyncpg.Record]) -> None:
+    """Handle commands."""
+    assert_type(command_handler(reserve, source="/stock", naming="kebab"), CommandHandler)
+    assert_type(command_handler_with_outbox(pool, outbox, reserve, source="/stock"), CommandHandler)
+    name: str = command_handler(reserve, source="/stock").type
+    decorate: Callable[[Callable[[bytes], None]], Callable[[bytes], None]] = router.on(name)
+    print(decorate)  # noqa: T201
+
+
+async def with_mistakes_in_handling(delivery: Delivery) -> None:
+    """Be told of mistakes of the receiving half."""
+    router.on(42)  # type: ignore[arg-type]
+    router.add("order.placed", "reserve")  # type: ignore[arg-type]
+    router.on("order.placed", match="order.%")  # type: ignore[arg-type]
+    await delivery.nack(ValueError())  # type: ignore[arg-type]
+    REGION.put(message, 42)  # type: ignore[arg-type]
+    command_handler(reserve, source="/stock", naming="camel")  # type: ignore[arg-type]
+    Consumer(MemoryBroker(), router)  # type: ignore[arg-type]
+    Consumer(MemoryBroker().subscribe("a", group="b"), router, acking="never")  # type: ignore[arg-type]
 
 
 async def with_mistakes(

@@ -93,6 +93,7 @@ class StoreOptions:
     url: str
     namespace: str
     table: str
+    inbox: str
     schema: str | None
 
     def make(self, *, may_create: bool = False, **settings: timedelta) -> SQLStore:
@@ -101,7 +102,9 @@ class StoreOptions:
         if path != self.url and not may_create and not Path(path).exists():
             # To open it would leave an empty file behind where somebody mistyped a name.
             raise StoreUnavailableError(f"{path} does not exist; `postroom schema apply` creates it")
-        store = open_url(self.url, namespace=self.namespace, table=self.table, schema=self.schema, **settings)
+        store = open_url(
+            self.url, namespace=self.namespace, table=self.table, inbox=self.inbox, schema=self.schema, **settings
+        )
         if not isinstance(store, SQLStore):
             raise ConfigurationError("a memory: store lives in the process that made it; name a database")
         return store
@@ -109,7 +112,8 @@ class StoreOptions:
 
 def table_options(command: F) -> F:
     """Add the options that say what the tables are called."""
-    command = option("--schema", help="The database schema that the table is in (PostgreSQL only).")(command)
+    command = option("--schema", help="The database schema that the tables are in (PostgreSQL only).")(command)
+    command = option("--inbox", default="postroom_inbox", help="The name of the inbox table.")(command)
     return option("--table", default="postroom_outbox", help="The name of the outbox table.")(command)
 
 
@@ -117,8 +121,16 @@ def store_options(command: Callable[..., R]) -> Callable[..., R]:
     """Add the options that say where the store is, and pass them on as ``store_options``."""
 
     @functools.wraps(command)
-    def with_store(*args: Any, store: str, namespace: str, table: str, schema: str | None, **rest: Any) -> R:  # noqa: ANN401
-        chosen = StoreOptions(url=store, namespace=namespace, table=table, schema=schema)
+    def with_store(
+        *args: Any,  # noqa: ANN401 -- whatever else the command takes
+        store: str,
+        namespace: str,
+        table: str,
+        inbox: str,
+        schema: str | None,
+        **rest: Any,  # noqa: ANN401
+    ) -> R:
+        chosen = StoreOptions(url=store, namespace=namespace, table=table, inbox=inbox, schema=schema)
         return command(*args, store_options=chosen, **rest)
 
     with_table = table_options(with_store)

@@ -98,24 +98,24 @@ async def _check(options: StoreOptions) -> list[str]:
 @click.option("--dialect", type=click.Choice(["postgresql", "mysql", "sqlite"]), required=True, help="For what.")
 @table_options
 @as_json
-def print_(dialect: str, table: str, schema: str | None, *, as_json: bool) -> None:
+def print_(dialect: str, table: str, inbox: str, schema: str | None, *, as_json: bool) -> None:
     """Print the SQL that creates everything, for migrations of your own; needs no connection.
 
     \b
     Example:
       postroom schema print --dialect postgresql --schema shop > 0042_outbox.sql
     """  # noqa: D301
-    statements = [cleandoc(text) for text in _schema(dialect, table, schema).statements()]
+    statements = [cleandoc(text) for text in _schema(dialect, table, inbox, schema).statements()]
     if as_json:
         echo_json({"dialect": dialect, "version": VERSION, "statements": statements})
     else:
         click.echo(";\n\n".join(statements) + ";")
 
 
-def _schema(dialect: str, table: str, schema: str | None) -> Schema:
+def _schema(dialect: str, table: str, inbox: str, schema: str | None) -> Schema:
     if schema is not None and dialect != "postgresql":
         raise ConfigurationError(f"--schema is for PostgreSQL; {dialect} has one schema per database")
-    names = Names(table=table, schema=schema)
+    names = Names(table=table, inbox=inbox, schema=schema)
     match dialect:
         case "postgresql":
             return PostgresSchema(PostgreSQL(names))

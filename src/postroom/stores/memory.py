@@ -10,15 +10,18 @@ from itertools import takewhile
 from typing import Final
 from uuid import UUID
 
-from ..errors import NotInTransactionError
+from ..errors import ConfigurationError, NotInTransactionError
+from ..inbox import Inbox
 from ..message import DEFAULT_NAMESPACE, Message
-from ..outbox import Added, Addition, Outbox, Writer
+from ..outbox import Added, Addition, Outbox
 from ..store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
+from ..writer import Writer
 
 __all__ = ["MemoryRow", "MemoryStore", "MemoryTransaction", "writer_for"]
 
 #: How often suspects are asked for first, so that a constant load cannot starve them.
 SUSPECTS_EVERY: Final = 16
+_NO_INBOX: Final = "a MemoryStore has no inbox, since its transactions hold nothing but messages; use a SQLiteStore"
 _STATUS: Final = {Delivered: "delivered", Retry: "pending", Release: "pending", Dead: "dead"}
 
 
@@ -255,6 +258,22 @@ class MemoryTransaction:
         if noted is not self:
             noted.commit()
         return added
+
+    def admit(self, connection: MemoryTransaction, inbox: Inbox, message: Message) -> bool:
+        """Refuse: nothing that a handler does would be undone together with a mark in memory."""
+        raise ConfigurationError(_NO_INBOX)
+
+    def has(self, connection: MemoryTransaction, inbox: Inbox, message: Message) -> bool:
+        """Refuse like `admit`."""
+        raise ConfigurationError(_NO_INBOX)
+
+    def purge_inbox(self, connection: MemoryTransaction, inbox: Inbox, limit: int) -> int:
+        """Refuse like `admit`."""
+        raise ConfigurationError(_NO_INBOX)
+
+    def bury(self, connection: MemoryTransaction, inbox: Inbox, message: Message, error: str) -> None:
+        """Refuse like `admit`."""
+        raise ConfigurationError(_NO_INBOX)
 
 
 def writer_for(connection: object) -> Writer | None:

@@ -1,4 +1,4 @@
-"""One database's SQL: adding, claiming, settling and upkeep, for dialects to override where they differ."""
+"""One database's SQL: adding, claiming, settling, receiving and upkeep, for dialects to override where they differ."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import ClassVar
 from ...store import ClaimTerms, Stats
 from .adding import Adding
 from .claiming import Claiming
+from .receiving import Receiving
 from .settling import Settling
 from .statement import Script, Statement
 
@@ -31,8 +32,8 @@ class Server:
     read_only: bool = False
 
 
-class Dialect(Adding, Claiming, Settling):
-    """One database's SQL for one outbox table, as statements and scripts without any I/O."""
+class Dialect(Adding, Claiming, Settling, Receiving):
+    """One database's SQL for one outbox and its inbox, as statements and scripts without any I/O."""
 
     needed: ClassVar[str]
 

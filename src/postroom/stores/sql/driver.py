@@ -12,6 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from ...errors import PostroomError, StoreError, StoreTimeoutError, StoreUnavailableError
 from .errors import ADVICE
 from .statement import Result, Script, Statement, run_async
+from .transactions.block import Link, SQLTransactions
+from .transactions.network import Source
 from .url import Place
 
 __all__ = ["Driver", "NetworkDriver"]
@@ -21,6 +23,8 @@ C = TypeVar("C")
 
 #: How many seconds a broken connection has to let go of whoever waits on it.
 FAREWELL = 1.0
+#: Undoes the settings of a PostgreSQL session that are meant for our statements alone.
+RESETS = "RESET enable_seqscan; RESET plan_cache_mode"
 
 
 class Driver(Protocol):
@@ -41,6 +45,13 @@ class Driver(Protocol):
         """
         ...
 
+    def transactions(self, *, timeout: timedelta) -> SQLTransactions:
+        """Return what opens transactions on connections of this driver's, always the same.
+
+        They are other connections than those of `run`, so that handlers never hold up the store itself.
+        """
+        ...
+
     async def close(self) -> None:
         """Close all connections."""
         ...
@@ -56,6 +67,10 @@ class NetworkDriver(ABC, Generic[C]):
         self._size = size
         self._idle: list[C] = []
         self._gate = asyncio.Semaphore(size)
+        # What is lent to handlers is kept apart: they may change the settings of a session, and hold it for long.
+        self._returned: list[C] = []
+        self._lending = asyncio.Semaphore(size)
+        self._transactions: SQLTransactions | None = None
         #: How often the connections were closed; one from before must not be used after it.
         self._closings = 0
         self._pid = os.getpid()
@@ -77,9 +92,9 @@ class NetworkDriver(ABC, Generic[C]):
         """Let a forked child begin anew: its parent's connections are not its own to use or to close."""
         if self._pid != os.getpid():
             # Kept, because to collect them would close what the parent uses.
-            self._inherited += self._idle
-            self._idle, self._pid = [], os.getpid()
-            self._gate = asyncio.Semaphore(self._size)
+            self._inherited += self._idle + self._returned
+            self._idle, self._returned, self._pid = [], [], os.getpid()
+            self._gate, self._lending = asyncio.Semaphore(self._size), asyncio.Semaphore(self._size)
 
     async def _run(self, script: Script[T], *, atomic: bool) -> T:
         closings = self._closings
@@ -171,6 +186,53 @@ class NetworkDriver(ABC, Generic[C]):
         """Return what may be chained to an error of ours: nothing that holds the password."""
         return error if self._scrubbed(str(error)) == str(error) else None
 
+    def transactions(self, *, timeout: timedelta) -> SQLTransactions:
+        """Return what opens transactions on connections of this driver's."""
+        if self._transactions is None:
+            self._transactions = SQLTransactions(lambda: self.link(_Lent(self, timeout)))
+        return self._transactions
+
+    async def lend(self, timeout: timedelta) -> C:  # noqa: ASYNC109
+        """Return a connection for a transaction; it is to be taken back."""
+        self._notice_fork()
+        deadline = asyncio.timeout(timeout.total_seconds())
+        try:
+            async with deadline:
+                await self._lending.acquire()
+                try:
+                    return self._returned.pop() if self._returned else await self._prepared()
+                except BaseException:
+                    self._lending.release()
+                    raise
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise StoreTimeoutError(f"{self._place} did not answer within {timeout.total_seconds():g} s") from None
+
+    async def _prepared(self) -> C:
+        connection = await self._connected()
+        try:
+            await self.prepare(connection)
+        except BaseException:
+            self._discard(connection)
+            raise
+        return connection
+
+    def take_back(self, connection: C, *, is_sound: bool, closings: int) -> None:
+        """Keep a connection that was lent for the next transaction, or close it."""
+        self._lending.release()
+        if is_sound and closings == self._closings:
+            self._returned.append(connection)
+            return
+        broken, self._returned = [connection, *self._returned], []  # what broke this one may have broken the others
+        for other in broken:
+            self._discard(other)
+
+    @property
+    def closings(self) -> int:
+        """How often the connections were closed."""
+        return self._closings
+
     async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
         """Return at once: most databases notify nobody."""
 
@@ -185,7 +247,7 @@ class NetworkDriver(ABC, Generic[C]):
     async def close(self) -> None:
         """Close the idle connections; those in use are closed by their users."""
         self._notice_fork()
-        idle, self._idle = self._idle, []
+        idle, self._idle, self._returned = self._idle + self._returned, [], []
         self._closings += 1
         for connection in idle:
             self._discard(connection)
@@ -197,6 +259,13 @@ class NetworkDriver(ABC, Generic[C]):
     @abstractmethod
     async def connect(self) -> C:
         """Open a connection on which every statement commits by itself."""
+
+    async def prepare(self, connection: C) -> None:
+        """Undo the settings of the session that are good for our statements, but not for those of a handler."""
+
+    @abstractmethod
+    def link(self, source: Source) -> Link:
+        """Return a link to a connection, which is as the library itself makes them."""
 
     @abstractmethod
     async def execute(self, connection: C, statement: Statement) -> Result:
@@ -212,6 +281,24 @@ class NetworkDriver(ABC, Generic[C]):
     @abstractmethod
     def kind_of(self, error: Exception) -> type[StoreError]:
         """Tell what an error of the library means."""
+
+
+class _Lent:
+    """Where the connections of one transaction come from."""
+
+    def __init__(self, driver: NetworkDriver[Any], timeout: timedelta) -> None:
+        self._driver = driver
+        self._timeout = timeout
+        self._closings = 0
+
+    async def take(self) -> Any:  # noqa: ANN401 -- whatever the driver's are
+        """Borrow a connection."""
+        self._closings = self._driver.closings
+        return await self._driver.lend(self._timeout)
+
+    async def give_back(self, connection: Any, *, is_sound: bool) -> None:  # noqa: ANN401
+        """Return it."""
+        self._driver.take_back(connection, is_sound=is_sound, closings=self._closings)
 
 
 def _forget(task: asyncio.Task[Any]) -> None:

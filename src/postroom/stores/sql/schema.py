@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from ...errors import SchemaError, SchemaMissingError, SchemaVersionError
 from .dialect import Dialect
 from .statement import Script
 
-__all__ = ["VERSION", "Schema"]
+__all__ = ["VERSION", "Group", "Schema"]
 
-#: The version that this release reads and writes.
-VERSION = 1
+#: The version that this release reads and writes; the first one had no inbox.
+VERSION = 2
+#: Which tables belong together: those of a group are compared, and created, apart from the others.
+Group: TypeAlias = Literal["outbox", "inbox"]
+_GROUPS: Final[Sequence[Group]] = ("outbox", "inbox")
 
 
 class Schema:
-    """The tables, indexes and views of one outbox."""
+    """The tables, indexes and views of one outbox and its inbox."""
 
-    ddl: ClassVar[Sequence[str]]
+    ddl: ClassVar[Mapping[Group, Sequence[str]]]
     version_ddl: ClassVar[str]
     #: Counts the tables called ``:table``.
     exists: ClassVar[str]
@@ -28,8 +31,11 @@ class Schema:
 
     def statements(self) -> list[str]:
         """Return all of it as SQL, for migrations of your own."""
-        texts = [*self.prepare(), *self.ddl, self.version_ddl, self.record]
-        return [self.dialect.sql(text).text for text in texts]
+        return self._statements(_GROUPS)
+
+    def _statements(self, groups: Sequence[Group]) -> list[str]:
+        tables = [text for group in groups for text in self.ddl[group]]
+        return [self.dialect.sql(text).text for text in (*self.prepare(), *tables, self.version_ddl, self.record)]
 
     #: Says in the version table that this version is there; to say it twice changes nothing.
     record: ClassVar[str] = (
@@ -61,15 +67,20 @@ class Schema:
             found = yield from self.current()
             if found is not None and found > VERSION:
                 raise SchemaVersionError(self.dialect.names.table, found, VERSION)
-            differences = yield from self.check()
-            if differences:
-                yield from self._create()
+            differing: list[Group] = []
+            for group in _GROUPS:
+                if (yield from self._differences(group)):
+                    differing.append(group)  # noqa: PERF401 -- a comprehension cannot yield
+            is_due = bool(differing) or found != VERSION
+            if is_due:
+                yield from self._create(differing)
         finally:
             yield from self.unlock()
-        return bool(differences)
+        return is_due
 
-    def _create(self) -> Script[None]:
-        for text in self.statements():
+    def _create(self, groups: Sequence[Group]) -> Script[None]:
+        # A table that is as it should be is left alone: PostgreSQL locks it even for an index that is there already.
+        for text in self._statements(groups):
             yield self.dialect.sql(text)
         left = yield from self.check()
         if left:
@@ -100,9 +111,15 @@ class Schema:
         """Return every difference between what is there and what should be, as sentences."""
         yield from self.take_time()
         version = yield from self.current()
-        found = yield from self.describe()
-        wanted = yield from self.wanted()
         differences = [] if version == VERSION else [f"version is {version or 'missing'}, should be {VERSION}"]
+        for group in _GROUPS:
+            differences += yield from self._differences(group)
+        return differences
+
+    def _differences(self, group: Group) -> Script[list[str]]:
+        found = yield from self.describe(group)
+        wanted = yield from self.wanted(group)
+        differences: list[str] = []
         for part, definition in wanted.items():
             if part not in found:
                 differences.append(f"{part} is missing")
@@ -113,10 +130,17 @@ class Schema:
     def _table(self, table: str) -> dict[str, str]:
         return {"table": table}
 
-    def describe(self) -> Script[dict[str, str]]:
-        """Return each part of the schema that is there, with its definition."""
+    def tables(self, group: Group) -> dict[str, str]:
+        """Return the tables of a group, each with what stands before the names of its parts."""
+        names = self.dialect.names
+        if group == "outbox":
+            return {names.table: ""}
+        return {table: f"{table}." for table in (names.inbox, f"{names.inbox}_dead")}
+
+    def describe(self, group: Group) -> Script[dict[str, str]]:
+        """Return each part of a group that is there, with its definition."""
         raise NotImplementedError
 
-    def wanted(self) -> Script[dict[str, str]]:
+    def wanted(self, group: Group) -> Script[dict[str, str]]:
         """Return what `describe` should find."""
         raise NotImplementedError

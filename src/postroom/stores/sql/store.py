@@ -18,8 +18,11 @@ from ...errors import (
     StoreContentionError,
     UnsupportedDatabaseError,
 )
+from ...inbox import Inbox, Mode
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
+from ...outbox import Outbox
 from ...store import Claim, ClaimTerms, Features, Settlement, Stats
+from ...transaction import Transactions
 from .claiming import Walk
 from .dialects.mysql import MySQL
 from .dialects.postgres import PostgreSQL
@@ -213,6 +216,38 @@ class SQLStore:
         """Call ``wake`` at every hint of another process."""
         await self._driver.listen(self._dialect.channel(self.namespace), wake, timeout=self._timeout)
 
+    def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
+        """Return what adds messages to this store; ``wake`` is called after a commit that is known of."""
+        names = self._dialect.names
+        return Outbox(namespace=self.namespace, table=names.table, schema=names.schema, wake=wake)
+
+    def inbox(
+        self,
+        consumer: str,
+        *,
+        mode: Mode = "pessimistic",
+        retention: timedelta = WEEK,
+        redelivery_horizon: timedelta | None = None,
+    ) -> Inbox:
+        """Return the inbox of a consumer in this store.
+
+        Raises:
+            ConfigurationError: Messages would be forgotten while they may still come again.
+        """
+        names = self._dialect.names
+        return Inbox(
+            consumer,
+            table=names.inbox,
+            schema=names.schema,
+            mode=mode,
+            retention=retention,
+            redelivery_horizon=redelivery_horizon,
+        )
+
+    def transactions(self) -> Transactions:
+        """Return what opens transactions on connections of the store's own; always the same."""
+        return self._driver.transactions(timeout=self._timeout)
+
     async def _run(self, script: Script[T], *, atomic: bool) -> T:
         return await self._driver.run(script, atomic=atomic, timeout=self._timeout)
 
@@ -240,6 +275,7 @@ class PostgresStore(SQLStore):
         *,
         namespace: str = DEFAULT_NAMESPACE,
         table: str = "postroom_outbox",
+        inbox: str = "postroom_inbox",
         schema: str | None = None,
         driver: Literal["asyncpg", "psycopg"] = "asyncpg",
         keep_delivered: timedelta = WEEK,
@@ -249,7 +285,7 @@ class PostgresStore(SQLStore):
         """Set up a store on ``dsn``, which begins with ``postgresql://``."""
         place = Place.parse(dsn, schemes=("postgresql", "postgres"))
         super().__init__(
-            PostgresSchema(PostgreSQL(Names(table=table, schema=schema))),
+            PostgresSchema(PostgreSQL(Names(table=table, schema=schema, inbox=inbox))),
             _postgres_driver(driver, place, connections, timeout),
             namespace=namespace,
             keep_delivered=keep_delivered,
@@ -278,11 +314,15 @@ class PostgresStore(SQLStore):
         """
         self._hints.ask()
 
+    def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
+        """Return what adds messages to this store; after a commit that is known of, `notify` hints at them."""
+        return super().outbox(wake=wake or self.notify)
+
     async def _notify(self) -> None:
         channel = self._dialect.channel(self.namespace)
-        await self._run(
-            _one(self._dialect.query("SELECT pg_notify(:channel::text, '')", channel=channel)), atomic=False
-        )
+        # A hint need not survive a crash, so nobody waits for the disk.
+        text = "SELECT set_config('synchronous_commit', 'off', true), pg_notify(:channel::text, '')"
+        await self._run(_one(self._dialect.query(text, channel=channel)), atomic=False)
 
 
 class MySQLStore(SQLStore):
@@ -294,12 +334,13 @@ class MySQLStore(SQLStore):
         MySQLStore(namespace='shop', table='postroom_outbox')
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
         self,
         url: str,
         *,
         namespace: str = DEFAULT_NAMESPACE,
         table: str = "postroom_outbox",
+        inbox: str = "postroom_inbox",
         keep_delivered: timedelta = WEEK,
         timeout: timedelta = TIMEOUT,
         connections: int = 5,
@@ -309,7 +350,7 @@ class MySQLStore(SQLStore):
 
         place = Place.parse(url, schemes=("mysql", "mariadb"))
         super().__init__(
-            MySQLSchema(MySQL(Names(table=table))),
+            MySQLSchema(MySQL(Names(table=table, inbox=inbox))),
             AsyncmyDriver(place, size=connections),
             namespace=namespace,
             keep_delivered=keep_delivered,
@@ -326,12 +367,13 @@ class SQLiteStore(SQLStore):
         SQLiteStore(namespace='shop', table='postroom_outbox')
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
         self,
         path: str | Path,
         *,
         namespace: str = DEFAULT_NAMESPACE,
         table: str = "postroom_outbox",
+        inbox: str = "postroom_inbox",
         keep_delivered: timedelta = WEEK,
         timeout: timedelta = TIMEOUT,
         wal: bool = True,
@@ -342,6 +384,7 @@ class SQLiteStore(SQLStore):
             path: Where the file is; it is made if it is not there.
             namespace: Whose messages these are.
             table: The name of the outbox table.
+            inbox: The name of the inbox table.
             keep_delivered: How long delivered messages stay.
             timeout: How long one call may take.
             wal: Switch the file to write-ahead logging, which is for good and for all who use it.
@@ -353,7 +396,7 @@ class SQLiteStore(SQLStore):
                 "a SQLite store needs a file, since a dispatcher opens it again; or use MemoryStore"
             )
         super().__init__(
-            SQLiteSchema(SQLite(Names(table=table))),
+            SQLiteSchema(SQLite(Names(table=table, inbox=inbox))),
             SQLiteDriver(Path(path), wal=wal, busy_timeout=timeout / 2),
             namespace=namespace,
             keep_delivered=keep_delivered,
@@ -361,7 +404,9 @@ class SQLiteStore(SQLStore):
         )
 
     @staticmethod
-    def create_tables(connection: sqlite3.Connection, *, table: str = "postroom_outbox") -> None:
+    def create_tables(
+        connection: sqlite3.Connection, *, table: str = "postroom_outbox", inbox: str = "postroom_inbox"
+    ) -> None:
         """Create the tables through a connection of your own, in its transaction if one is open."""
 
         def execute(statement: Statement) -> Result:
@@ -370,7 +415,7 @@ class SQLiteStore(SQLStore):
             return Result(cursor.fetchall() if statement.returns else (), cursor.rowcount)
 
         was_in_transaction = connection.in_transaction
-        run(SQLiteSchema(SQLite(Names(table=table))).apply(), execute)
+        run(SQLiteSchema(SQLite(Names(table=table, inbox=inbox))).apply(), execute)
         if connection.in_transaction and not was_in_transaction:
             connection.commit()  # of the transaction that sqlite3 opens by itself before an INSERT
 

@@ -15,13 +15,14 @@ from .statement import Statement
 
 __all__ = ["Wording", "letters"]
 
-#: How many texts a dialect remembers as filled in; it has about thirty of its own.
+#: How many texts a dialect remembers as filled in; it has about forty of its own.
 MAX_TEXTS = 64
 # A name in braces; the braces of JSON hold none.
 _WORD = re.compile(r"\{([a-z_]+)\}")
 _WORDS = (
     *("now", "later", "earlier", "locking", "waiting", "loose", "ordered", "unsettled"),
     *("of_tenant", "of_topic", "skip_dead", "by_due", "by_lease", "by_key", "by_dead"),
+    *("json_headers", "unless_there"),
 )
 
 
@@ -50,6 +51,9 @@ class Wording:
     by_lease: ClassVar[str] = ""
     by_key: ClassVar[str] = ""
     by_dead: ClassVar[str] = ""
+    #: The parameter ``headers``, which is JSON, and how an INSERT leaves a row alone that is there.
+    json_headers: ClassVar[str] = ":headers"
+    unless_there: ClassVar[str] = "ON CONFLICT DO NOTHING"
     #: Whether the scripts of claim and settle are one transaction or need none.
     atomic: ClassVar[bool] = True
 

@@ -1,14 +1,16 @@
-"""What all writers share: how additions become statements on the caller's connection."""
+"""What all writers share: how messages, added or handled, become statements on the caller's connection."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
 from ...errors import SchemaMissingError, TransactionAbortedError, UnsupportedDatabaseError
+from ...inbox import Inbox
+from ...message import Message
 from ...outbox import Added, Addition, Outbox
 from .dialect import Dialect
 from .dialects.mysql import MySQL
@@ -17,7 +19,7 @@ from .dialects.sqlite import SQLite
 from .names import Names
 from .statement import ParamStyle, Result, Script, Statement, run, run_async
 
-__all__ = ["AsyncWriter", "Connection", "SyncWriter", "to_its_end"]
+__all__ = ["AsyncWriter", "Connection", "SyncWriter", "Task", "to_its_end"]
 
 T = TypeVar("T")
 
@@ -35,14 +37,62 @@ _ROWS_AT_ONCE: Final = 500
 _BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 
 
+class Task(NamedTuple, Generic[T]):
+    """What is to be asked of a connection, once it is known which database that leads to."""
+
+    #: The table that is missed if there is none, as statements call it, and what it is called by the user.
+    identifier: str
+    table: str
+    schema: str | None
+    script: Callable[[Dialect], Script[T]]
+    outside_transaction: bool = False
+
+    def dialect(self, name: str) -> Dialect:
+        """Return the dialect for the tables of this task."""
+        return _dialect(name, self.identifier == "outbox", self.table, self.schema)
+
+
 @lru_cache(maxsize=256)
-def _dialect(name: str, table: str, schema: str | None) -> Dialect:
+def _dialect(name: str, is_outbox: bool, table: str, schema: str | None) -> Dialect:  # noqa: FBT001
     if name not in _DIALECTS:
         raise UnsupportedDatabaseError(name, "PostgreSQL, MySQL, MariaDB or SQLite")
-    return _DIALECTS[name](Names(table=table, schema=schema))
+    return _DIALECTS[name](Names(table=table, schema=schema) if is_outbox else Names(inbox=table, schema=schema))
 
 
-def _script(dialect: Dialect, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
+def _adding(additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool) -> Task[list[Added]]:
+    script = partial(_script, additions, strict_order=outbox.strict_order)
+    return Task("outbox", outbox.table, outbox.schema, script, outside_transaction)
+
+
+def _admitting(inbox: Inbox, message: Message) -> Task[bool]:
+    def script(dialect: Dialect) -> Script[bool]:
+        return dialect.admit(inbox.consumer, message)
+
+    return Task("inbox", inbox.table, inbox.schema, script)
+
+
+def _having(inbox: Inbox, message: Message) -> Task[bool]:
+    def script(dialect: Dialect) -> Script[bool]:
+        return dialect.has(inbox.consumer, message)
+
+    return Task("inbox", inbox.table, inbox.schema, script)
+
+
+def _purging(inbox: Inbox, limit: int) -> Task[int]:
+    def script(dialect: Dialect) -> Script[int]:
+        return dialect.purge_inbox(inbox.consumer, inbox.retention, limit)
+
+    return Task("inbox", inbox.table, inbox.schema, script)
+
+
+def _burying(inbox: Inbox, message: Message, error: str) -> Task[None]:
+    def script(dialect: Dialect) -> Script[None]:
+        return dialect.bury_letter(inbox.consumer, message, error)
+
+    return Task("inbox_dead", inbox.table, inbox.schema, script)
+
+
+def _script(additions: Sequence[Addition], dialect: Dialect, *, strict_order: bool) -> Script[list[Added]]:
     if len(additions) == 1:
         return (yield from dialect.add(additions, strict_order=strict_order))
     if strict_order:
@@ -82,7 +132,7 @@ def _first_of_each(added: list[Added]) -> list[Added]:
 _NO_TABLE: Final = frozenset({"42P01", "3F000", "42S02", 1146})
 
 
-def _explain(error: Exception, dialect: Dialect) -> None:
+def _explain(error: Exception, table: str) -> None:
     """Raise our error for the failures that have a remedy of ours; others stay as the caller's library says them."""
     if hasattr(error, "hide_parameters"):
         setattr(error, "hide_parameters", True)  # noqa: B010 -- SQLAlchemy shows the payload otherwise
@@ -91,7 +141,7 @@ def _explain(error: Exception, dialect: Dialect) -> None:
         if code == "25P02":
             raise TransactionAbortedError from error
         if code in _NO_TABLE or (isinstance(code, str) and code.startswith("no such table")):
-            raise SchemaMissingError(dialect.identifiers["outbox"]) from error
+            raise SchemaMissingError(table) from error
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
@@ -119,21 +169,38 @@ class SyncWriter:
     def write(
         self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
     ) -> list[Added]:
-        """Write, and arrange for the wake-up after the commit where the library can."""
-        dialect = _dialect(self.dialect_of(connection), outbox.table, outbox.schema)
-        if not outside_transaction:
-            self.require_transaction(connection)
-        if not additions:
-            return []
-        script = _script(dialect, additions, strict_order=outbox.strict_order)
-        try:
-            added = run(script, partial(self.execute, connection))
-        except Exception as error:
-            _explain(error, dialect)
-            raise
-        if outbox.wake is not None:
+        """Add messages, and arrange for the wake-up after the commit where the library can."""
+        added = self.perform(connection, _adding(additions, outbox, outside_transaction=outside_transaction))
+        if outbox.wake is not None and additions:
             self.after_commit(connection, outbox.wake)
         return added
+
+    def admit(self, connection: Connection, inbox: Inbox, message: Message) -> bool:
+        """Mark a message as handled; tell whether it was not before."""
+        return self.perform(connection, _admitting(inbox, message))
+
+    def has(self, connection: Connection, inbox: Inbox, message: Message) -> bool:
+        """Tell whether a message is marked as handled."""
+        return self.perform(connection, _having(inbox, message))
+
+    def purge_inbox(self, connection: Connection, inbox: Inbox, limit: int) -> int:
+        """Delete marks past their retention; return how many."""
+        return self.perform(connection, _purging(inbox, limit))
+
+    def bury(self, connection: Connection, inbox: Inbox, message: Message, error: str) -> None:
+        """Write a dead letter, unless there is one of this consumer and message."""
+        self.perform(connection, _burying(inbox, message, error))
+
+    def perform(self, connection: Connection, task: Task[T]) -> T:
+        """Run a task in the caller's transaction."""
+        dialect = task.dialect(self.dialect_of(connection))
+        if not task.outside_transaction:
+            self.require_transaction(connection)
+        try:
+            return run(task.script(dialect), partial(self.execute, connection))
+        except Exception as error:
+            _explain(error, dialect.identifiers[task.identifier])
+            raise
 
     def dialect_of(self, connection: Connection) -> str:
         """Return the name of the dialect that the connection speaks."""
@@ -171,17 +238,34 @@ class AsyncWriter:
     async def write(
         self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
     ) -> list[Added]:
-        """Write in the caller's transaction."""
-        dialect = _dialect(self.dialect, outbox.table, outbox.schema)
-        if not outside_transaction:
+        """Add messages."""
+        return await self.perform(connection, _adding(additions, outbox, outside_transaction=outside_transaction))
+
+    async def admit(self, connection: Connection, inbox: Inbox, message: Message) -> bool:
+        """Mark a message as handled; tell whether it was not before."""
+        return await self.perform(connection, _admitting(inbox, message))
+
+    async def has(self, connection: Connection, inbox: Inbox, message: Message) -> bool:
+        """Tell whether a message is marked as handled."""
+        return await self.perform(connection, _having(inbox, message))
+
+    async def purge_inbox(self, connection: Connection, inbox: Inbox, limit: int) -> int:
+        """Delete marks past their retention; return how many."""
+        return await self.perform(connection, _purging(inbox, limit))
+
+    async def bury(self, connection: Connection, inbox: Inbox, message: Message, error: str) -> None:
+        """Write a dead letter, unless there is one of this consumer and message."""
+        await self.perform(connection, _burying(inbox, message, error))
+
+    async def perform(self, connection: Connection, task: Task[T]) -> T:
+        """Run a task in the caller's transaction."""
+        dialect = task.dialect(self.dialect)
+        if not task.outside_transaction:
             self.require_transaction(connection)
-        if not additions:
-            return []
-        script = _script(dialect, additions, strict_order=outbox.strict_order)
         try:
-            return await run_async(script, partial(self.execute, connection))
+            return await run_async(task.script(dialect), partial(self.execute, connection))
         except Exception as error:
-            _explain(error, dialect)
+            _explain(error, dialect.identifiers[task.identifier])
             raise
 
     def require_transaction(self, connection: Connection) -> None:

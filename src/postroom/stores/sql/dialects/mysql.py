@@ -41,6 +41,7 @@ class MySQL(Dialect):
     by_lease = " FORCE INDEX ({leased})"
     by_key = " FORCE INDEX ({keyed})"
     by_dead = " FORCE INDEX ({dead})"
+    unless_there = "ON DUPLICATE KEY UPDATE consumer = consumer"  # unlike IGNORE, it hides no other error
     needed = "MySQL 8.0.1 or MariaDB 10.6 or later"
 
     def uuid(self, value: UUID) -> bytes:
@@ -168,6 +169,36 @@ class MySQL(Dialect):
             rows.append(f"SELECT :id_{suffix} AS id, :delay_{suffix} AS delay, :error_{suffix} AS error")
         joined = " UNION ALL ".join(rows)
         return self.sql(f"UPDATE {{outbox}} JOIN ({joined}) AS changed ON {{outbox}}.id = changed.id {text}", **params)
+
+    # -- inbox -------------------------------------------------------------------------------------------------
+
+    # A row that is left as it is counts 0 or 1, by a flag of the caller's connection; one that is changed counts 2.
+    _admit: ClassVar[str] = """
+        INSERT INTO {inbox} (consumer, tenant_id, message_id, created_at)
+        VALUES (:consumer, :tenant_id, :message_id, {now})
+        ON DUPLICATE KEY UPDATE deliveries = deliveries + 1
+        """
+
+    def purge_inbox(self, consumer: str, older_than: timedelta, limit: int) -> Script[int]:
+        found = yield self.query(self._old, consumer=consumer, duration=self.duration(older_than), limit=limit)
+        ids: dict[bytes, list[bytes]] = {}
+        for tenant_id, message_id in found.rows:
+            ids.setdefault(bytes(tenant_id), []).append(bytes(message_id))
+        count = 0
+        for tenant, of_tenant in ids.items():
+            deleted = yield self.sql(self._purge_inbox, consumer=consumer, tenant_id=tenant, ids=of_tenant)
+            count += deleted.count
+        return count
+
+    # Apart from the DELETE, which takes no hint: by the primary key it would read, and lock, all of the consumer.
+    _old: ClassVar[str] = """
+        SELECT tenant_id, message_id FROM {inbox} FORCE INDEX ({inbox_old})
+        WHERE consumer = :consumer AND created_at <= {earlier}
+        ORDER BY created_at LIMIT :limit FOR UPDATE SKIP LOCKED
+        """
+    _purge_inbox: ClassVar[str] = (
+        "DELETE FROM {inbox} WHERE consumer = :consumer AND tenant_id = :tenant_id AND message_id IN :ids"
+    )
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class PostgreSQL(Dialect):
     of_tenant = "(:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)"
     of_topic = "NOT topic = ANY (:skip_topics::text[])"
     skip_dead = ":skip_dead::boolean"
+    json_headers = "(:headers::text)::jsonb"
     atomic = False
     needed = "PostgreSQL 13 or later"
 
@@ -445,6 +446,14 @@ class PostgreSQL(Dialect):
             SELECT id FROM {outbox}
             WHERE namespace = :namespace AND status = 'delivered' AND delivered_at <= {earlier}
             ORDER BY delivered_at LIMIT :limit FOR UPDATE SKIP LOCKED))
+        """
+    # Whoever purges at the same time takes other rows; what a handler has just written is never this old.
+    _purge_inbox: ClassVar[str] = """
+        DELETE FROM {inbox}
+        WHERE ctid = ANY (ARRAY(
+            SELECT ctid FROM {inbox}
+            WHERE consumer = :consumer AND created_at <= {earlier}
+            ORDER BY created_at LIMIT :limit FOR UPDATE SKIP LOCKED))
         """
     _oldest: ClassVar[str] = """
         SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM {outbox}

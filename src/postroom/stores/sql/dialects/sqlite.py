@@ -137,6 +137,13 @@ class SQLite(Dialect):
             changes=json.dumps(rows),
         )
 
+    _purge_inbox: ClassVar[str] = """
+        DELETE FROM {inbox}
+        WHERE rowid IN (
+            SELECT rowid FROM {inbox}
+            WHERE consumer = :consumer AND created_at <= {earlier}
+            ORDER BY created_at LIMIT :limit)
+        """
     _oldest: ClassVar[str] = """
         SELECT ({now} - next_attempt_at) / 1000.0 FROM (
             SELECT min(next_attempt_at) AS next_attempt_at FROM {outbox}

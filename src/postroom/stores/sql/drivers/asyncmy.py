@@ -9,6 +9,8 @@ from ....errors import ConfigurationError, MissingExtraError, StoreError, StoreU
 from ..driver import NetworkDriver
 from ..errors import mysql_error
 from ..statement import Result, Statement
+from ..transactions.block import Link
+from ..transactions.network import AsyncmyLink, Source
 from ..url import Place
 
 try:
@@ -42,6 +44,9 @@ class AsyncmyDriver(NetworkDriver[Any]):
 
     async def connect(self) -> Any:  # noqa: ANN401
         return await asyncmy.connect(**self._options)  # pyright: ignore[reportUnknownMemberType] -- it has no types
+
+    def link(self, source: Source) -> Link:
+        return AsyncmyLink(source)
 
     async def execute(self, connection: Any, statement: Statement) -> Result:  # noqa: ANN401
         sql, params = statement.bind("format", arrays=False)

@@ -8,9 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
-from ..driver import NetworkDriver
+from ..driver import RESETS, NetworkDriver
 from ..errors import postgres_error, session_settings
 from ..statement import Result, Statement
+from ..transactions.block import Link
+from ..transactions.network import AsyncpgLink, Source
 from ..url import Place
 
 try:
@@ -45,6 +47,12 @@ class AsyncpgDriver(NetworkDriver["asyncpg.Connection[asyncpg.Record]"]):
             connection.terminate()
             raise
         return connection
+
+    async def prepare(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
+        await connection.execute(RESETS)
+
+    def link(self, source: Source) -> Link:
+        return AsyncpgLink(source)
 
     async def execute(self, connection: asyncpg.Connection[asyncpg.Record], statement: Statement) -> Result:
         sql, params = statement.bind("numeric", arrays=True)

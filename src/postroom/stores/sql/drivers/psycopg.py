@@ -9,9 +9,11 @@ from collections.abc import Callable, Generator
 from datetime import timedelta
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
-from ..driver import NetworkDriver
+from ..driver import RESETS, NetworkDriver
 from ..errors import postgres_error, session_settings
 from ..statement import Result, Statement
+from ..transactions.block import Link
+from ..transactions.network import PsycopgLink, Source
 from ..url import Place
 
 try:
@@ -54,6 +56,12 @@ class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
             self.free(connection)
             raise
         return connection
+
+    async def prepare(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
+        await connection.execute(RESETS.encode())
+
+    def link(self, source: Source) -> Link:
+        return PsycopgLink(source)
 
     async def execute(self, connection: psycopg.AsyncConnection[TupleRow], statement: Statement) -> Result:
         text, params = statement.bind("format", arrays=True)

@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from ....errors import StoreContentionError, StoreError, StoreTimeoutError, StoreUnavailableError
 from ..errors import sqlite_error
 from ..statement import Result, Script, Statement, run
+from ..transactions.sqlite import FileTransactions
 
-__all__ = ["SQLiteDriver"]
+__all__ = ["SQLiteDriver", "connected"]
 
 T = TypeVar("T")
 
@@ -44,6 +46,7 @@ class SQLiteDriver:
         self._wal = wal
         self._busy_timeout = busy_timeout
         self._session: _Session | None = None
+        self._transactions: FileTransactions | None = None
         self._pid = os.getpid()
         self._inherited: list[object] = []
 
@@ -65,8 +68,8 @@ class SQLiteDriver:
         """Let a forked child begin anew: it has no thread, and SQLite must not be carried over a fork."""
         if self._pid != os.getpid():
             # Kept, because to collect them would close what the parent uses.
-            self._inherited.append(self._session)
-            self._session, self._pid = None, os.getpid()
+            self._inherited += [self._session, self._transactions]
+            self._session, self._transactions, self._pid = None, None, os.getpid()
 
     def _work(self, session: _Session, script: Script[T]) -> T:
         session.running = script
@@ -80,32 +83,8 @@ class SQLiteDriver:
         finally:
             session.running = None
 
-    def _connect(self) -> sqlite3.Connection:
-        if not self._path.parent.is_dir():
-            raise StoreUnavailableError(f"{self._path.parent} is not a directory; create it first")
-        connection = sqlite3.connect(self._path, timeout=self._busy_timeout.total_seconds(), isolation_level=None)
-        try:
-            if self._wal:
-                self._write_ahead(connection)
-            # A commit must survive the loss of power, which WAL alone does not promise.
-            connection.execute("PRAGMA synchronous = FULL")
-        except sqlite3.Error:
-            connection.close()
-            raise
-        return connection
-
-    def _write_ahead(self, connection: sqlite3.Connection) -> None:
-        """Switch to write-ahead logging, waiting for others who do: SQLite itself does not wait here."""
-        deadline = time.monotonic() + self._busy_timeout.total_seconds()
-        while True:
-            try:
-                connection.execute("PRAGMA journal_mode = WAL")
-            except sqlite3.OperationalError as error:
-                if sqlite_error(error.sqlite_errorname) is not StoreContentionError or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)  # on the thread of the store, where nothing else could run
-            else:
-                return
+    def _connect(self, *, any_thread: bool = False) -> sqlite3.Connection:
+        return connected(self._path, wal=self._wal, busy_timeout=self._busy_timeout, any_thread=any_thread)
 
     def _transact(self, connection: sqlite3.Connection, script: Script[T]) -> T:
         # The write lock comes first: a transaction that reads and then writes would fail as "locked", not wait.
@@ -122,15 +101,55 @@ class SQLiteDriver:
     async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
         """Return at once: SQLite notifies nobody."""
 
+    def transactions(self, *, timeout: timedelta) -> FileTransactions:
+        """Return what opens transactions on a connection of their own."""
+        self._notice_fork()
+        if self._transactions is None:
+            self._transactions = FileTransactions(partial(self._connect, any_thread=True))
+        return self._transactions
+
     async def close(self) -> None:
         """Close the connection and end the thread."""
         self._notice_fork()
+        if self._transactions is not None:
+            self._transactions.close()
         session, self._session = self._session, None
         if session is not None:
             closed = asyncio.get_running_loop().run_in_executor(session.thread, session.disconnect)
             session.thread.shutdown(wait=False)
             # Who stops waiting must not leave the connection open.
             await asyncio.shield(closed)
+
+
+def connected(path: Path, *, wal: bool, busy_timeout: timedelta, any_thread: bool) -> sqlite3.Connection:
+    """Open a file; on the connection, transactions are begun by name."""
+    if not path.parent.is_dir():
+        raise StoreUnavailableError(f"{path.parent} is not a directory; create it first")
+    patience = busy_timeout.total_seconds()
+    connection = sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=not any_thread)
+    try:
+        if wal:
+            _write_ahead(connection, patience)
+        # A commit must survive the loss of power, which WAL alone does not promise.
+        connection.execute("PRAGMA synchronous = FULL")
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
+    """Switch to write-ahead logging, waiting for others who do: SQLite itself does not wait here."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if sqlite_error(error.sqlite_errorname) is not StoreContentionError or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)  # on a thread of our own, where nothing else could run
+        else:
+            return
 
 
 def _execute(connection: sqlite3.Connection, statement: Statement) -> Result:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from ....errors import StoreContentionError
-from ..schema import Schema
+from ..schema import VERSION, Group, Schema
 from ..statement import Script
 
 __all__ = ["MySQLSchema"]
@@ -24,9 +24,9 @@ class MySQLSchema(Schema):
             applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)
         ) ENGINE=InnoDB
         """
-    record = "INSERT IGNORE INTO {version} (version) VALUES (1)"
+    record = f"INSERT IGNORE INTO {{version}} (version) VALUES ({VERSION})"
     exists = "SELECT count(*) FROM information_schema.tables WHERE table_schema = DATABASE() AND table_name = :table"
-    table: ClassVar[str] = """
+    outbox: ClassVar[str] = """
         CREATE TABLE IF NOT EXISTS {outbox} (
             id BINARY(16) NOT NULL,
             seq BIGINT NOT NULL AUTO_INCREMENT,
@@ -65,23 +65,64 @@ class MySQLSchema(Schema):
             CONSTRAINT {lease_check} CHECK ((locked_by IS NULL) = (locked_until IS NULL))
         ) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin
         """
-    ddl: ClassVar[Sequence[str]] = (
-        table,
-        "CREATE TABLE IF NOT EXISTS {lock} (number SMALLINT NOT NULL PRIMARY KEY) ENGINE=InnoDB",
+    inbox: ClassVar[str] = """
+        CREATE TABLE IF NOT EXISTS {inbox} (
+            consumer VARCHAR(100) NOT NULL,
+            tenant_id BINARY(16) NOT NULL,
+            message_id BINARY(16) NOT NULL,
+            deliveries INT NOT NULL DEFAULT 1,
+            created_at DATETIME(6) NOT NULL,
+            PRIMARY KEY (consumer, tenant_id, message_id),
+            KEY {inbox_old} (consumer, created_at)
+        ) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin
         """
-        CREATE OR REPLACE VIEW {published} AS
-        SELECT seq AS id, created_at, topic, type AS event_type,
-               CASE WHEN content_type = 'application/json' THEN CONVERT(payload USING utf8mb4) END AS data,
-               headers AS attributes, status = 'delivered' AS published
-        FROM {outbox}
-        """,
+    # A letter may be dead for the length of its parts, so these have no limit of ours.
+    dead: ClassVar[str] = """
+        CREATE TABLE IF NOT EXISTS {inbox_dead} (
+            consumer VARCHAR(100) NOT NULL,
+            tenant_id BINARY(16) NOT NULL,
+            message_id BINARY(16) NOT NULL,
+            topic LONGTEXT NOT NULL,
+            type LONGTEXT NOT NULL,
+            {key} LONGTEXT,
+            namespace LONGTEXT NOT NULL,
+            payload LONGBLOB NOT NULL,
+            content_type LONGTEXT NOT NULL,
+            headers LONGTEXT NOT NULL,
+            attempts INT NOT NULL,
+            error TEXT NOT NULL,
+            died_at DATETIME(6) NOT NULL,
+            PRIMARY KEY (consumer, tenant_id, message_id)
+        ) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin
         """
-        CREATE OR REPLACE VIEW {messages} AS
-        SELECT id, payload, headers AS properties, created_at, delivered_at AS published_at, attempts, last_error,
-               updated_at
-        FROM {outbox}
-        """,
-    )
+    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {
+        "outbox": (
+            outbox,
+            "CREATE TABLE IF NOT EXISTS {lock} (number SMALLINT NOT NULL PRIMARY KEY) ENGINE=InnoDB",
+            """
+            CREATE OR REPLACE VIEW {published} AS
+            SELECT seq AS id, created_at, topic, type AS event_type,
+                   CASE WHEN content_type = 'application/json' THEN CONVERT(payload USING utf8mb4) END AS data,
+                   headers AS attributes, status = 'delivered' AS published
+            FROM {outbox}
+            """,
+            """
+            CREATE OR REPLACE VIEW {messages} AS
+            SELECT id, payload, headers AS properties, created_at, delivered_at AS published_at, attempts, last_error,
+                   updated_at
+            FROM {outbox}
+            """,
+        ),
+        "inbox": (
+            inbox,
+            dead,
+            """
+            CREATE OR REPLACE VIEW {inbox_processed} AS
+            SELECT consumer AS subscriber, message_id, created_at
+            FROM {inbox}
+            """,
+        ),
+    }
 
     # A hash, because the server's locks have names of at most 64 characters.
     locking: ClassVar[str] = "SELECT GET_LOCK(MD5(CONCAT(DATABASE(), '.', :table)), 60)"
@@ -96,38 +137,44 @@ class MySQLSchema(Schema):
     def unlock(self) -> Script[None]:
         yield self.dialect.query(self.unlocking, table=self.dialect.names.table)
 
-    def describe(self) -> Script[dict[str, str]]:
-        table = self.dialect.names.table
-        there = yield self.dialect.query(self.exists, table=table)
+    def describe(self, group: Group) -> Script[dict[str, str]]:
         parts: dict[str, str] = {}
-        if there.rows[0][0]:
-            shown = yield self.dialect.query("SHOW CREATE TABLE {outbox}")
-            parts = _parts(shown.rows[0][1])
+        for table, prefix in self.tables(group).items():
+            there = yield self.dialect.query(self.exists, table=table)
+            if there.rows[0][0]:
+                shown = yield self.dialect.query(f"SHOW CREATE TABLE `{table}`")
+                parts |= _parts(shown.rows[0][1], prefix)
         others = yield self.dialect.query(
             "SELECT table_name FROM information_schema.tables "
-            "WHERE table_schema = DATABASE() AND table_name IN (:lock, :published, :messages)",
-            lock=f"{table}_lock",
-            published=f"{table}_published",
-            messages=f"{table}_messages",
+            "WHERE table_schema = DATABASE() AND table_name IN :others",
+            others=self._others(group),
         )
         return parts | {f"table or view {row[0]}": "" for row in others.rows}
 
-    def wanted(self) -> Script[dict[str, str]]:
-        model = self.table.replace("CREATE TABLE IF NOT EXISTS", "CREATE TEMPORARY TABLE")
-        yield self.dialect.sql(model)
-        shown = yield self.dialect.query("SHOW CREATE TABLE {outbox}")
-        yield self.dialect.sql("DROP TEMPORARY TABLE {outbox}")
-        table = self.dialect.names.table
-        others = dict.fromkeys((f"table or view {table}_{name}" for name in ("lock", "published", "messages")), "")
-        return _parts(shown.rows[0][1]) | others
+    def wanted(self, group: Group) -> Script[dict[str, str]]:
+        parts: dict[str, str] = {}
+        models = (self.outbox,) if group == "outbox" else (self.inbox, self.dead)
+        for (table, prefix), model in zip(self.tables(group).items(), models, strict=True):
+            yield self.dialect.sql(model.replace("CREATE TABLE IF NOT EXISTS", "CREATE TEMPORARY TABLE"))
+            shown = yield self.dialect.query(f"SHOW CREATE TABLE `{table}`")
+            yield self.dialect.sql(f"DROP TEMPORARY TABLE `{table}`")
+            parts |= _parts(shown.rows[0][1], prefix)
+        return parts | {f"table or view {name}": "" for name in self._others(group)}
+
+    def _others(self, group: Group) -> list[str]:
+        """Return what is only looked for, and not at."""
+        names = self.dialect.names
+        if group == "inbox":
+            return [f"{names.inbox}_processed"]
+        return [f"{names.table}_{suffix}" for suffix in ("lock", "published", "messages")]
 
 
-def _parts(text: str) -> dict[str, str]:
+def _parts(text: str, prefix: str) -> dict[str, str]:
     """Return columns, keys and checks by name, from what SHOW CREATE TABLE says."""
     parts: dict[str, str] = {}
     for line in text.splitlines()[1:-1]:
         match = _LINE.match(line.strip())
         if match is not None:
             kind = (match[1] or "column").lower()
-            parts[f"{kind} {match[2] or ''}".strip()] = match[3]
+            parts[f"{kind} {prefix}{match[2] or ''}".strip(" .")] = match[3]
     return parts

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from ..dialects.postgres import PostgreSQL, lock_number
-from ..names import TEMPORARY, Names
-from ..schema import Schema
-from ..statement import Script
+from ..names import TEMPORARY
+from ..schema import Group, Schema
+from ..statement import Row, Script
 
 __all__ = ["PostgresSchema"]
 
@@ -26,7 +27,7 @@ class PostgresSchema(Schema):
         SELECT count(*) FROM pg_class
         WHERE relname = :table::text AND relkind IN ('r', 'p') AND relnamespace = {regnamespace}
         """
-    ddl: ClassVar[Sequence[str]] = (
+    outbox: ClassVar[Sequence[str]] = (
         """
         CREATE TABLE IF NOT EXISTS {outbox} (
             id uuid PRIMARY KEY,
@@ -100,6 +101,43 @@ class PostgresSchema(Schema):
         """,
     )
 
+    inbox: ClassVar[Sequence[str]] = (
+        """
+        CREATE TABLE IF NOT EXISTS {inbox} (
+            consumer text NOT NULL,
+            tenant_id uuid NOT NULL,
+            message_id uuid NOT NULL,
+            created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+            PRIMARY KEY (consumer, tenant_id, message_id)
+        ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000)
+        """,
+        "CREATE INDEX IF NOT EXISTS {inbox_old} ON {inbox} (consumer, created_at)",
+        """
+        CREATE TABLE IF NOT EXISTS {inbox_dead} (
+            consumer text NOT NULL,
+            tenant_id uuid NOT NULL,
+            message_id uuid NOT NULL,
+            topic text NOT NULL,
+            type text NOT NULL,
+            {key} text,
+            namespace text NOT NULL,
+            payload bytea NOT NULL,
+            content_type text NOT NULL,
+            headers jsonb NOT NULL DEFAULT '{}',
+            attempts integer NOT NULL,
+            error text NOT NULL,
+            died_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+            PRIMARY KEY (consumer, tenant_id, message_id)
+        )
+        """,
+        """
+        CREATE OR REPLACE VIEW {inbox_processed} AS
+        SELECT consumer AS subscriber, message_id, created_at
+        FROM {inbox}
+        """,
+    )
+    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {"outbox": outbox, "inbox": inbox}
+
     def __init__(self, dialect: PostgreSQL) -> None:
         super().__init__(dialect)
         schema = dialect.names.schema
@@ -117,13 +155,38 @@ class PostgresSchema(Schema):
         yield self.dialect.query("SELECT set_config('statement_timeout', '0', true)")
 
     def lock(self) -> Script[None]:
-        number = lock_number("postroom", "schema", self.dialect.names.table)
-        yield self.dialect.query("SELECT pg_advisory_xact_lock(:number::bigint)", number=number)
+        names = self.dialect.names
+        # Two outboxes may share an inbox, so that has a lock of its own; everybody takes it last.
+        for kind, table in (("schema", names.table), ("inbox", names.inbox)):
+            number = lock_number("postroom", kind, table)
+            yield self.dialect.query("SELECT pg_advisory_xact_lock(:number::bigint)", number=number)
 
-    def describe(self) -> Script[dict[str, str]]:
+    def describe(self, group: Group) -> Script[dict[str, str]]:
+        rows: list[Row] = []
+        for table, prefix in self.tables(group).items():
+            rows += yield from self._describe(table, prefix)
+        names = self.dialect.names
+        views = (
+            [f"{names.inbox}_processed"]
+            if group == "inbox"
+            else [f"{names.table}_published", f"{names.table}_messages"]
+        )
+        shown = yield self.dialect.query(
+            """
+            SELECT 'view ' || relname, string_agg(attname, ', ' ORDER BY attnum)
+            FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid
+            WHERE relkind = 'v' AND relnamespace = {regnamespace} AND relname = ANY (:views::text[])
+            GROUP BY relname
+            """,
+            views=views,
+        )
+        return dict(tuple(row) for row in (*rows, *shown.rows))
+
+    def _describe(self, table: str, prefix: str) -> Script[Sequence[Row]]:
+        """Return the columns, constraints and indexes of a table."""
         columns = yield self.dialect.query(
             """
-            SELECT 'column ' || attname,
+            SELECT 'column ' || :prefix::text || attname,
                    concat_ws(' ', format_type(atttypid, atttypmod), CASE WHEN attnotnull THEN 'NOT NULL' END,
                              'DEFAULT ' || pg_get_expr(adbin, adrelid), CASE WHEN attidentity <> '' THEN 'IDENTITY' END)
             FROM pg_attribute
@@ -131,15 +194,17 @@ class PostgresSchema(Schema):
             LEFT JOIN pg_attrdef ON adrelid = attrelid AND adnum = attnum
             WHERE relname = :table::text AND relnamespace = {regnamespace} AND attnum > 0 AND NOT attisdropped
             """,
-            table=self.dialect.names.table,
+            table=table,
+            prefix=prefix,
         )
         constraints = yield self.dialect.query(
             """
-            SELECT 'constraint ' || pg_get_constraintdef(pg_constraint.oid), ''
+            SELECT 'constraint ' || pg_get_constraintdef(pg_constraint.oid) || :suffix::text, ''
             FROM pg_constraint JOIN pg_class ON pg_class.oid = conrelid
             WHERE relname = :table::text AND relnamespace = {regnamespace} AND contype IN ('c', 'p')
             """,
-            table=self.dialect.names.table,
+            table=table,
+            suffix=prefix and f" of {table}",
         )
         indexes = yield self.dialect.query(
             """
@@ -152,24 +217,15 @@ class PostgresSchema(Schema):
             JOIN pg_class ON pg_class.oid = indrelid
             WHERE pg_class.relname = :table::text AND pg_class.relnamespace = {regnamespace}
             """,
-            table=self.dialect.names.table,
+            table=table,
         )
-        views = yield self.dialect.query(
-            """
-            SELECT 'view ' || relname, string_agg(attname, ', ' ORDER BY attnum)
-            FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid
-            WHERE relkind = 'v' AND relnamespace = {regnamespace} AND starts_with(relname, :table::text)
-            GROUP BY relname
-            """,
-            table=self.dialect.names.table,
-        )
-        return dict(tuple(row) for result in (columns, constraints, indexes, views) for row in result.rows)
+        return [*columns.rows, *constraints.rows, *indexes.rows]
 
-    def wanted(self) -> Script[dict[str, str]]:
-        model = PostgresSchema(PostgreSQL(Names(table=self.dialect.names.table, schema=TEMPORARY)))
+    def wanted(self, group: Group) -> Script[dict[str, str]]:
+        model = PostgresSchema(PostgreSQL(replace(self.dialect.names, schema=TEMPORARY)))
         yield self.dialect.sql("SAVEPOINT postroom_model")
-        for text in model.ddl:
+        for text in model.ddl[group]:
             yield model.dialect.sql(text)
-        parts = yield from model.describe()
+        parts = yield from model.describe(group)
         yield self.dialect.sql("ROLLBACK TO SAVEPOINT postroom_model")
         return parts

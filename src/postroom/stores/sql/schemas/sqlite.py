@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from ..schema import Schema
+from ..schema import Group, Schema
 from ..statement import Script
 
 __all__ = ["SQLiteSchema"]
@@ -25,7 +25,7 @@ class SQLiteSchema(Schema):
         """
     exists = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = :table"
 
-    ddl: ClassVar[Sequence[str]] = (
+    outbox: ClassVar[Sequence[str]] = (
         """
         CREATE TABLE IF NOT EXISTS {outbox} (
             seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -100,19 +100,58 @@ class SQLiteSchema(Schema):
         """,
     )
 
-    def describe(self) -> Script[dict[str, str]]:
-        found = yield self.dialect.query(
-            "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND (tbl_name = :table OR type = 'view')",
-            table=self.dialect.names.table,
+    inbox: ClassVar[Sequence[str]] = (
+        """
+        CREATE TABLE IF NOT EXISTS {inbox} (
+            consumer TEXT NOT NULL,
+            tenant_id TEXT NOT NULL,
+            message_id TEXT NOT NULL,
+            created_at INTEGER NOT NULL DEFAULT ({now}),
+            PRIMARY KEY (consumer, tenant_id, message_id)
         )
-        return _parts([row[0] for row in found.rows])
+        """,
+        "CREATE INDEX IF NOT EXISTS {inbox_old} ON {inbox} (consumer, created_at)",
+        """
+        CREATE TABLE IF NOT EXISTS {inbox_dead} (
+            consumer TEXT NOT NULL,
+            tenant_id TEXT NOT NULL,
+            message_id TEXT NOT NULL,
+            topic TEXT NOT NULL,
+            type TEXT NOT NULL,
+            {key} TEXT,
+            namespace TEXT NOT NULL,
+            payload BLOB NOT NULL,
+            content_type TEXT NOT NULL,
+            headers TEXT NOT NULL DEFAULT '{}',
+            attempts INTEGER NOT NULL,
+            error TEXT NOT NULL,
+            died_at INTEGER NOT NULL DEFAULT ({now}),
+            PRIMARY KEY (consumer, tenant_id, message_id)
+        )
+        """,
+        """
+        CREATE VIEW IF NOT EXISTS {inbox_processed} AS
+        SELECT consumer AS subscriber, message_id,
+               strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000.0, 'unixepoch') AS created_at
+        FROM {inbox}
+        """,
+    )
+    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {"outbox": outbox, "inbox": inbox}
 
-    def wanted(self) -> Script[dict[str, str]]:
+    def describe(self, group: Group) -> Script[dict[str, str]]:
+        tables = self.tables(group)
+        found = yield self.dialect.query(
+            "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND (tbl_name IN :tables OR type = 'view')",
+            tables=list(tables),
+        )
+        return _parts([row[0] for row in found.rows], tables)
+
+    def wanted(self, group: Group) -> Script[dict[str, str]]:
         yield from ()
-        return _parts([self.dialect.sql(text).text for text in self.ddl])
+        return _parts([self.dialect.sql(text).text for text in self.ddl[group]], self.tables(group))
 
 
-def _parts(texts: Sequence[str]) -> dict[str, str]:
+def _parts(texts: Sequence[str], tables: Mapping[str, str]) -> dict[str, str]:
     """Return columns, constraints, indexes and views by name, as SQLite keeps them: as text."""
     parts: dict[str, str] = {}
     for text in texts:
@@ -122,8 +161,11 @@ def _parts(texts: Sequence[str]) -> dict[str, str]:
         if created[1] != "TABLE":
             parts[f"{created[1].lower()} {created[2]}"] = " ".join(text[created.end() :].split())
             continue
+        prefix = tables[created[2]]
         for line in (line.strip().rstrip(",") for line in text.splitlines()[1:-1]):
             name, _, definition = line.partition(" ")
-            is_check = name == "CHECK"
-            parts[f"check {definition}" if is_check else f"column {name.strip(chr(34))}"] = definition
+            if name in {"CHECK", "PRIMARY"}:
+                parts[f"constraint {line} of {created[2]}" if prefix else f"check {definition}"] = definition
+            else:
+                parts[f"column {prefix}{name.strip(chr(34))}"] = definition
     return parts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
-from ....outbox import Writer
+from ....writer import Writer
 from .drivers import Aiosqlite, Asyncmy, Asyncpg, Psycopg, PsycopgAsync, PyMySQL, SQLite3
 from .frameworks import (
     Django,

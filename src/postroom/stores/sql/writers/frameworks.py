@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from ....errors import NotInTransactionError
-from ....outbox import Added, Addition, Outbox, Writer
+from ....inbox import Inbox
+from ....message import Message
+from ....outbox import Added, Addition, Outbox
 from ..statement import ParamStyle, Result, Statement
 from ..transaction import hint, hint_after_commit
-from ..writer import Connection, SyncWriter, to_its_end
+from ..writer import Connection, SyncWriter, Task, to_its_end
 
 __all__ = [
     "Django",
@@ -19,6 +21,8 @@ __all__ = [
     "SQLAlchemyScopedSession",
     "SQLAlchemySession",
 ]
+
+T = TypeVar("T")
 
 
 class SQLAlchemyConnection(SyncWriter):
@@ -64,18 +68,14 @@ def _is_autocommit(connection: Connection, driver: Connection) -> bool:
 class SQLAlchemySession(SyncWriter):
     """SQLAlchemy's ``Session``, through the connection that holds its transaction."""
 
-    def write(
-        self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
-    ) -> list[Added]:
+    def perform(self, connection: Connection, task: Task[T]) -> T:
         session = self.session(connection)
         if not session.autobegin and not session.in_transaction():
             raise NotInTransactionError("call `session.begin()` first, since the session does not by itself")
-        added = SQLAlchemyConnection().write(
-            session.connection(), additions, outbox, outside_transaction=outside_transaction
-        )
-        if outbox.wake is not None and additions:
-            hint_after_commit(session, outbox.wake)
-        return added
+        return SQLAlchemyConnection().perform(session.connection(), task)
+
+    def after_commit(self, connection: Connection, wake: Callable[[], object]) -> None:
+        hint_after_commit(self.session(connection), wake)
 
     def session(self, connection: Connection) -> Any:  # noqa: ANN401 -- a foreign session
         """Return the session itself."""
@@ -92,21 +92,40 @@ class SQLAlchemyScopedSession(SQLAlchemySession):
 class SQLAlchemyAsync:
     """SQLAlchemy's ``AsyncConnection`` and ``AsyncSession``: the sync writer inside its greenlet."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: SyncWriter) -> None:
         self.writer = writer
 
     async def write(
         self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
     ) -> list[Added]:
-        """Write in the caller's transaction."""
+        """Add messages."""
 
-        def write(inner: Connection) -> list[Added] | Awaitable[list[Added]]:
+        def write(inner: Connection) -> list[Added]:
             return self.writer.write(inner, additions, outbox, outside_transaction=outside_transaction)
 
+        return await self._call(connection, write)
+
+    async def admit(self, connection: Connection, inbox: Inbox, message: Message) -> bool:
+        """Mark a message as handled; tell whether it was not before."""
+        return await self._call(connection, self.writer.admit, inbox, message)
+
+    async def has(self, connection: Connection, inbox: Inbox, message: Message) -> bool:
+        """Tell whether a message is marked as handled."""
+        return await self._call(connection, self.writer.has, inbox, message)
+
+    async def purge_inbox(self, connection: Connection, inbox: Inbox, limit: int) -> int:
+        """Delete marks past their retention; return how many."""
+        return await self._call(connection, self.writer.purge_inbox, inbox, limit)
+
+    async def bury(self, connection: Connection, inbox: Inbox, message: Message, error: str) -> None:
+        """Write a dead letter, unless there is one of this consumer and message."""
+        await self._call(connection, self.writer.bury, inbox, message, error)
+
+    async def _call(self, connection: Connection, function: Callable[..., T], *arguments: object) -> T:
         inner = self.inner(connection)
         is_sqlite = _is_sqlite(inner)
-        written: Coroutine[Any, Any, list[Added]] = inner.run_sync(write)
-        return await (to_its_end(written) if is_sqlite else written)
+        called: Coroutine[Any, Any, T] = inner.run_sync(function, *arguments)
+        return await (to_its_end(called) if is_sqlite else called)
 
     def inner(self, connection: Connection) -> Any:  # noqa: ANN401 -- a foreign session
         """Return the connection or session itself."""

@@ -1,0 +1,361 @@
+"""The consumer: receives messages, has them handled, and acknowledges them when their effect is durable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import timedelta
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from . import events
+from .broker import OUTAGES, Publisher, Subscriber, describe, is_cancelled
+from .deadline import Limit, Within
+from .delivery import Delivery, current
+from .errors import HOPELESS, AlreadyStartedError, ConfigurationError, PostroomError, is_outage
+from .message import Message
+from .middleware.chain import Middleware, chained, check_order
+from .retry import Backoff, Delay, guarded
+from .router import Router
+from .store import Dead, Delivered, Outcome, Release, Retry
+
+__all__ = ["Acking", "Consumer", "OutputError"]
+
+#: When a message is acknowledged: after its handler, by its handler, or when everything it led to is delivered.
+Acking: TypeAlias = Literal["on_success", "manual", "forward"]
+
+_Lane: TypeAlias = tuple[str, str]
+_Serve: TypeAlias = Callable[[events.Listener], Coroutine[Any, Any, None]]
+
+#: How long a broker has to take note of an outcome, and a cancelled handler to end.
+PATIENCE: Final = timedelta(seconds=10)
+
+_DELIVERED: Final = Delivered()
+
+
+class OutputError(PostroomError):
+    """Something that a handler returned could not be delivered; ``outcome`` says what its publisher answered."""
+
+    def __init__(self, outcome: Retry | Dead | Release, error: str) -> None:
+        super().__init__(f"an output was not delivered: {error}")
+        self.outcome = outcome
+
+
+class Consumer:
+    """Takes messages from a subscriber through middlewares to a router.
+
+    Acknowledging is the outermost layer: a message is acknowledged after everything else has ended well, its
+    transaction among it, and comes again otherwise. Messages of one key are handled one after the other.
+
+    Example:
+        >>> import asyncio
+        >>> from postroom import Consumer, Message, Router
+        >>> from postroom.brokers import MemoryBroker
+        >>> router = Router()
+        >>> @router.on("order.placed")
+        ... async def reserve(order: dict[str, int]) -> None:
+        ...     print("reserve", order["order_id"])
+        ...     consumer.stop_soon()
+        >>> broker = MemoryBroker()
+        >>> consumer = Consumer(broker.subscribe("orders", group="stock"), router)
+        >>> async def main() -> None:
+        ...     await broker.publish([Message(topic="orders", type="order.placed", payload=b'{"order_id": 42}')])
+        ...     await consumer.run()
+        >>> asyncio.run(main())
+        reserve 42
+    """
+
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+        self,
+        subscriber: Subscriber,
+        router: Router,
+        *middlewares: Middleware,
+        acking: Acking = "on_success",
+        publisher: Publisher | None = None,
+        concurrency: int = 5,
+        buffer: int | None = None,
+        timeout: timedelta | None = timedelta(seconds=30),
+        shutdown_grace: timedelta = timedelta(seconds=30),
+        backoff: Delay | None = None,
+        listener: events.Listener = events.log_event,
+    ) -> None:
+        """Set up a consumer; it connects when it runs.
+
+        Args:
+            subscriber: Where messages come from.
+            router: Knows the handler of each type of message.
+            middlewares: What is done around handlers, the first of them outermost.
+            acking: ``on_success`` acknowledges what was handled without an error; ``manual`` leaves it to the handler,
+                which asks for the `Delivery`, and nacks only what raises an error; ``forward`` acknowledges when the
+                ``publisher``, which it needs, has delivered everything that came out of the middlewares.
+            publisher: Takes what handlers return, unless a middleware has taken it; what it does not deliver makes the
+                message come again.
+            concurrency: How many messages are handled at a time.
+            buffer: How many more may wait for their turn; as many as are handled by default.
+            timeout: How long the handling of one message may take.
+            shutdown_grace: How long handlers may go on after `stop`.
+            backoff: How long a message that failed waits, by its number of deliveries.
+            listener: Is told every event; by default they are logged.
+        """
+        _check_numbers(concurrency, buffer, timeout, shutdown_grace)
+        _check_acking(acking, publisher)
+        self._subscriber = subscriber
+        self._router = router
+        self._middlewares = middlewares
+        self._acking: Acking = acking
+        self._publisher = publisher
+        self._limit = Limit(timeout)
+        self._patience = Limit(PATIENCE)
+        self._grace = shutdown_grace
+        self._backoff: Delay = guarded(backoff or Backoff())
+        self._tell = events.guarded(listener)
+        self._chain = chained(middlewares, router)
+        self._gate = asyncio.Semaphore(concurrency)
+        self._room = asyncio.Semaphore(concurrency + (concurrency if buffer is None else buffer))
+        self._lanes: dict[_Lane, deque[Delivery]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._crash: BaseException | None = None
+        self._started = False
+        self._stopping = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._released = 0
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Handle messages until `stop` is called, the subscriber ends or the task is cancelled.
+
+        When the subscriber or a middleware's service fails, handlers may end as after `stop`, and then that is raised.
+
+        Raises:
+            AlreadyStartedError: It was run before.
+            MiddlewareOrderError: Middlewares stand in an order in which they cannot keep their promises.
+            ConfigurationError: The inbox forgets messages before the broker does.
+        """
+        if self._started:
+            raise AlreadyStartedError("a consumer runs once: run() was called")
+        self._started = True
+        try:
+            check_order(self._middlewares)
+            for middleware in self._middlewares:
+                check: Callable[[timedelta | None], None] | None = getattr(middleware, "check_horizon", None)
+                if check is not None:
+                    check(self._subscriber.redelivery_horizon)
+            self._router.start()
+            async with self._subscriber as subscriber:
+                self._tell(events.ConsumerStarted(self._router.types))
+                try:
+                    await self._consume(subscriber)
+                finally:
+                    self._tell(events.ConsumerStopped(self._released))
+        finally:
+            self._stopped.set()
+
+    def stop_soon(self) -> None:
+        """Begin to stop: take no more messages, let handlers end; a second call cancels them."""
+        if self._stopping.is_set():
+            self._cancel_handlers()
+        self._stopping.set()
+
+    async def stop(self) -> None:
+        """Stop and wait until every handler has ended; to call it again changes nothing.
+
+        A handler that wants to stop its consumer calls `stop_soon`, since here it would wait for itself.
+        """
+        self._stopping.set()
+        if self._started:
+            await self._stopped.wait()
+
+    async def _consume(self, subscriber: Subscriber) -> None:
+        services = [
+            asyncio.create_task(self._serve(serve))
+            for middleware in self._middlewares
+            if (serve := getattr(middleware, "serve", None)) is not None
+        ]
+        reading = asyncio.create_task(self._read(subscriber))
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({reading, stopping, *services}, return_when=asyncio.FIRST_COMPLETED)
+            self._stopping.set()
+            reading.cancel()
+            await asyncio.wait({reading})  # it may have taken one more
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=self._grace.total_seconds())
+        finally:
+            self._stopping.set()
+            results = await self._end([reading, stopping, *services])
+        for result in (self._crash, *results):
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                raise result
+
+    async def _serve(self, serve: _Serve) -> None:
+        """Run what a middleware does beside handling; one that has nothing more to do stops nobody."""
+        await serve(self._tell)
+        await self._stopping.wait()
+
+    async def _end(self, tasks: Sequence[asyncio.Task[Any]]) -> list[Any]:
+        """Cancel everything that is left, handlers first: they may need what the others do."""
+        try:
+            tasks[0].cancel()
+            await asyncio.wait(tasks[:1])
+            self._cancel_handlers()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=PATIENCE.total_seconds())
+        finally:
+            for task in (*self._tasks, *tasks):
+                task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _cancel_handlers(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    # -- receive -----------------------------------------------------------------------------------------------
+
+    async def _read(self, subscriber: Subscriber) -> None:
+        """Take deliveries while there is room for them."""
+        await self._room.acquire()
+        async for delivery in subscriber:
+            self._accept(delivery)
+            await self._room.acquire()
+
+    def _accept(self, delivery: Delivery) -> None:
+        message, waiting, lane = delivery.message, deque([delivery]), None
+        if message.key is not None:
+            lane = (message.topic, message.key)
+            if self._lanes.setdefault(lane, waiting) is not waiting:
+                self._lanes[lane].append(delivery)
+                return
+        task = asyncio.create_task(self._work_off(waiting, lane))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Not an error of a message, those are settled: somebody wants the process to end.
+            self._crash = self._crash or error
+            self._stopping.set()
+
+    async def _work_off(self, waiting: deque[Delivery], lane: _Lane | None) -> None:
+        """Handle the messages of one key in order; once one fails, the others go back and come again after it."""
+        may_go_on = True
+        try:
+            while waiting:
+                if may_go_on:
+                    may_go_on = await self._take(waiting[0])
+                else:
+                    await self._release(waiting[0])
+                waiting.popleft()
+                self._room.release()
+        finally:
+            if lane is not None:
+                del self._lanes[lane]
+            for delivery in waiting:  # cancelled: what has not begun, or is held by its handler, comes again
+                self._room.release()
+                await self._release(delivery)
+
+    async def _take(self, delivery: Delivery) -> bool:
+        """Handle a delivery; tell whether the next one of its key may be."""
+        async with self._gate:
+            if self._stopping.is_set():
+                await self._release(delivery)
+                return False
+            is_recorded = await self.handle(delivery)
+        if self._acking == "manual":
+            await delivery.settled()  # whoever holds it may be anywhere by now
+        return is_recorded and isinstance(delivery.outcome, Delivered)
+
+    async def _release(self, delivery: Delivery) -> None:
+        if delivery.outcome is None:
+            self._released += 1
+            await self._settle(delivery, Release())
+
+    # -- handle ------------------------------------------------------------------------------------------------
+
+    async def handle(self, delivery: Delivery) -> bool:
+        """Handle one delivery and settle it; tell whether its broker took note, or nobody told it yet.
+
+        It raises only if this task is cancelled or the process is to end.
+        """
+        token = current.set(delivery)
+        try:
+            with Within(self._limit):
+                outputs = await self._chain(delivery.message)
+                if outputs:
+                    await self._send(delivery, outputs)
+        except BaseException as error:
+            is_recorded = await self._settle(delivery, self._verdict(delivery.message, error))
+            if isinstance(error, Exception) or (isinstance(error, asyncio.CancelledError) and not is_cancelled()):
+                return is_recorded
+            raise
+        finally:
+            current.reset(token)
+        return self._acking == "manual" or await self._settle(delivery, _DELIVERED)
+
+    async def _send(self, delivery: Delivery, outputs: Sequence[Message]) -> None:
+        """Have outputs delivered; the message shares the fate of the first that is not."""
+        if self._publisher is None:
+            raise ConfigurationError(
+                f"the handler of {delivery.message.type!r} returned messages, and nobody takes them; "
+                "use transactional() or OutboxMiddleware, or pass publisher="
+            )
+        try:
+            answers = await self._publisher.publish(outputs)
+        except OUTAGES as error:
+            raise OutputError(Release(), describe(error)) from error
+        if len(answers) != len(outputs):
+            raise OutputError(Retry(""), f"the publisher was given {len(outputs)} and answered for {len(answers)}")
+        for answer in answers:
+            if not isinstance(answer, Delivered):
+                raise OutputError(answer or Retry(""), _reason(answer))
+
+    def _verdict(self, message: Message, error: BaseException) -> Outcome:
+        """Say what becomes of a message that was not handled."""
+        if is_cancelled() and isinstance(error, Exception | asyncio.CancelledError):
+            self._released += 1
+            return Release()  # the end of the consumer says nothing about the message, nor does what came of it
+        said = describe(error)
+        answer = error.outcome if isinstance(error, OutputError) else None
+        if isinstance(error, HOPELESS) or isinstance(answer, Dead):
+            self._tell(events.DeadLettered(message.id, message.type, message.attempt, said))
+            return Dead(said)
+        self._tell(events.HandlingFailed(message.id, message.type, message.attempt, said))
+        delay = self._backoff(max(message.attempt, 1))
+        # A destination or a database that is down is no fault of the message, so it costs no attempt.
+        return Release(delay) if isinstance(answer, Release) or is_outage(error) else Retry(said, delay)
+
+    async def _settle(self, delivery: Delivery, outcome: Outcome) -> bool:
+        """Tell the broker; what it does not hear is not undone, since the message comes again and is known then."""
+        try:
+            with Within(self._patience):
+                await delivery.settle(outcome)
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            message = delivery.message
+            self._tell(events.AckFailed(message.id, message.type, describe(error)))
+            return False
+        return True
+
+
+def _check_numbers(concurrency: int, buffer: int | None, timeout: timedelta | None, shutdown_grace: timedelta) -> None:
+    if concurrency < 1 or (buffer is not None and buffer < 0):
+        raise ConfigurationError(f"concurrency={concurrency} and buffer={buffer} must be at least 1 and 0")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ConfigurationError(f"timeout={timeout} must be positive, or None for no limit")
+    if shutdown_grace < timedelta(0):
+        raise ConfigurationError(f"shutdown_grace={shutdown_grace} must not be negative")
+
+
+def _check_acking(acking: Acking, publisher: Publisher | None) -> None:
+    if acking not in get_args(Acking):
+        raise ConfigurationError(f"acking={acking!r} must be one of {', '.join(get_args(Acking))}")
+    if acking == "forward" and publisher is None:
+        raise ConfigurationError("acking='forward' needs publisher=, which delivers what handlers return")
+
+
+def _reason(answer: Retry | Dead | Release | None) -> str:
+    if answer is None:
+        return "it is not known whether it was"
+    return "its destination is down" if isinstance(answer, Release) else answer.error

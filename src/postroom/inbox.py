@@ -1,0 +1,119 @@
+"""The inbox: remembers which messages a consumer has handled, in the transaction of what the handler did."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Literal, TypeAlias, get_args
+
+from .errors import ConfigurationError, InvalidNameError
+from .message import Message, is_namespace
+from .transaction import Transaction, Transactions
+from .writer import writer_of
+
+__all__ = ["Inbox", "Mode"]
+
+#: Whether a message is marked before its handler runs, or after it.
+Mode: TypeAlias = Literal["pessimistic", "optimistic"]
+
+#: How many rows one pass of the cleanup deletes.
+CHUNK = 1000
+
+
+class _Undone(Exception):  # noqa: N818 -- no error: it rolls back what was only a question
+    """Ends a transaction without keeping it."""
+
+
+class Inbox:
+    """What one consumer has handled, by the ids of messages.
+
+    The row of a message is written in the transaction of its effect: either both are there or neither. Two deliveries
+    at the same time end with one effect: the second waits for the first, and runs only if that was rolled back.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from postroom import Inbox
+        >>> Inbox("stock", retention=timedelta(days=1), redelivery_horizon=timedelta(days=4))
+        Traceback (most recent call last):
+            ...
+        postroom.errors.ConfigurationError: inbox of 'stock': messages are forgotten after 1 day, 0:00:00 and may come \
+again for 4 days, 0:00:00, so their effect could happen twice; raise retention=
+    """
+
+    def __init__(
+        self,
+        consumer: str,
+        *,
+        table: str = "postroom_inbox",
+        schema: str | None = None,
+        mode: Mode = "pessimistic",
+        retention: timedelta = timedelta(days=7),
+        redelivery_horizon: timedelta | None = None,
+    ) -> None:
+        """Set up an inbox; no connection is made.
+
+        Args:
+            consumer: Who handles the messages. Each consumer of a message needs a name of its own, or one of them
+                takes the other's messages for handled.
+            table: The name of the inbox table.
+            schema: The database schema that the table is in.
+            mode: ``pessimistic`` marks a message first, so that its handler never runs twice at once;
+                ``optimistic`` marks it last, which keeps locks shorter, and undoes what was done twice.
+            retention: How long a message is remembered.
+            redelivery_horizon: For how long after its first delivery a message may come again.
+
+        Raises:
+            ConfigurationError: Messages would be forgotten while they may still come again.
+            InvalidNameError: Nobody can be called so.
+        """
+        if not is_namespace(consumer):
+            raise InvalidNameError("consumer", consumer, "1 to 100 printable characters")
+        self.consumer = consumer
+        self.table = table
+        self.schema = schema
+        self.mode: Mode = mode
+        self.retention = retention
+        if mode not in get_args(Mode):
+            raise ConfigurationError(f"mode={mode!r} must be 'pessimistic' or 'optimistic'")
+        if retention <= timedelta(0):
+            raise ConfigurationError(f"retention={retention} must be positive")
+        self.check_horizon(redelivery_horizon)
+
+    def check_horizon(self, horizon: timedelta | None) -> None:
+        """Refuse to forget messages that may come again."""
+        if horizon is not None and self.retention < horizon:
+            raise ConfigurationError(
+                f"inbox of {self.consumer!r}: messages are forgotten after {self.retention} and may come again for "
+                f"{horizon}, so their effect could happen twice; raise retention="
+            )
+
+    async def admit(self, transaction: Transaction, message: Message) -> bool:
+        """Mark a message as handled in a transaction; tell whether it was not before.
+
+        While another transaction that marked it is open, this waits for its end.
+        """
+        admitted: bool = await transaction.do(writer_of(transaction.connection).admit, self, message)
+        return admitted
+
+    async def has(self, transaction: Transaction, message: Message) -> bool:
+        """Tell whether a message is marked, without waiting for anybody."""
+        found: bool = await transaction.do(writer_of(transaction.connection).has, self, message)
+        return found
+
+    async def was_handled(self, transactions: Transactions, message: Message) -> bool:
+        """Tell whether a message is marked, on a connection of its own.
+
+        It waits for a transaction that is marking it right now, such as one whose COMMIT is still under way.
+        """
+        is_new = True
+        with suppress(_Undone):
+            async with transactions.begin() as transaction:
+                is_new = await self.admit(transaction, message)
+                raise _Undone
+        return not is_new
+
+    async def purge(self, transactions: Transactions, *, limit: int = CHUNK) -> int:
+        """Delete rows past their retention, in a transaction of their own; return how many, at most ``limit``."""
+        async with transactions.begin() as transaction:
+            count: int = await transaction.do(writer_of(transaction.connection).purge_inbox, self, limit)
+            return count

@@ -1,0 +1,86 @@
+"""The one shape of middleware, and how several of them are put around a handler."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeAlias
+
+from ..errors import MiddlewareOrderError
+from ..message import Message
+from .layers import DEAD_LETTERS, INBOX, OUTBOX, RETRY, TRANSACTION
+
+__all__ = ["Middleware", "Next", "chained", "check_order"]
+
+#: Handles a message and returns what is to be sent.
+Next: TypeAlias = Callable[[Message], Awaitable[Sequence[Message]]]
+#: Does something around ``call_next``, which is the next middleware or, at the end, the router.
+#:
+#: It may have more, which a consumer looks for when it starts: ``serve(tell)``, which runs beside handling until it is
+#: cancelled, ``check_horizon(horizon)``, which may refuse a broker, and what `check_order` needs.
+Middleware: TypeAlias = Callable[[Message, Next], Awaitable[Sequence[Message]]]
+
+_REASONS: Final = {
+    DEAD_LETTERS: "since what it puts aside must stay when the transaction is rolled back",
+    RETRY: "since a transaction that failed cannot be used again",
+    TRANSACTION: "since what stands outside is not part of it",
+    INBOX: "since a message that was handled must not lead to outputs again",
+    OUTBOX: "since outputs belong to the transaction",
+}
+
+
+def chained(middlewares: Sequence[Middleware], handler: Next) -> Next:
+    """Return a handler with middlewares around it, the first of them outermost."""
+    for middleware in reversed(middlewares):
+        handler = _around(middleware, handler)
+    return handler
+
+
+def _around(middleware: Middleware, call_next: Next) -> Next:
+    return lambda message: middleware(message, call_next)
+
+
+def check_order(middlewares: Sequence[Middleware]) -> None:
+    """Refuse an order in which middlewares cannot keep what they promise.
+
+    A middleware that depends on its place has a ``layer``, which rises from the outermost to the innermost. ``needs``
+    says which other layer must be around it, and ``holds`` which ones it does the work of. All others may stand
+    anywhere.
+
+    Raises:
+        MiddlewareOrderError: They cannot; it says which to move or to leave out.
+    """
+    seen: dict[int, Middleware] = {}
+    for middleware in middlewares:
+        layer: int | None = getattr(middleware, "layer", None)
+        if layer is not None:
+            _check(middleware, layer, seen)
+            holds: Sequence[int] = getattr(middleware, "holds", (layer,))
+            seen.update(dict.fromkeys(holds, middleware))
+
+
+def _check(middleware: Middleware, layer: int, seen: dict[int, Middleware]) -> None:
+    """Hold a middleware against those around it, by their layers."""
+    name = _named(middleware)
+    needs: int | None = getattr(middleware, "needs", None)
+    if needs is not None and needs not in seen:
+        raise MiddlewareOrderError(
+            f"{name} needs a transaction around it; put TransactionMiddleware before it in the list, "
+            "or use transactional()"
+        )
+    if layer in seen:
+        other = _named(seen[layer])
+        raise MiddlewareOrderError(
+            f"{name} is there twice; leave one out"
+            if other == name
+            else f"{other} does what {name} does; leave {name} out"
+        )
+    for other_layer in sorted(seen):
+        if other_layer > layer:
+            raise MiddlewareOrderError(
+                f"{name} stands inside {_named(seen[other_layer])}; put it outside, which is before it in the list, "
+                f"{_REASONS[layer]}"
+            )
+
+
+def _named(middleware: Middleware) -> str:
+    return getattr(middleware, "__name__", type(middleware).__name__)

@@ -1,0 +1,57 @@
+"""Middleware that tries again at once, before the broker is told of a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import ClassVar
+
+from ..errors import HOPELESS, CommitUnknownError, ConfigurationError
+from ..message import Message
+from ..retry import Backoff, Delay, guarded
+from .chain import Next
+from .layers import RETRY
+
+__all__ = ["RetryMiddleware"]
+
+
+class RetryMiddleware:
+    """Handles a message again that failed, a few times with a short wait; then the failure is the broker's.
+
+    It stands outside the transaction, so that every attempt has one of its own. What can never succeed is not tried
+    again, and neither is a transaction of which nobody knows whether it was committed.
+    """
+
+    layer: ClassVar[int] = RETRY
+
+    def __init__(
+        self,
+        attempts: int = 3,
+        *,
+        on: type[Exception] | tuple[type[Exception], ...] = Exception,
+        backoff: Delay | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            attempts: How often a message is handled at the most.
+            on: Which errors are worth another attempt.
+            backoff: How long to wait after the first, the second… failure.
+        """
+        if attempts < 1:
+            raise ConfigurationError(f"attempts={attempts} must be at least 1")
+        self._attempts = attempts
+        self._on = on
+        self._backoff: Delay = guarded(backoff or Backoff(base=timedelta(milliseconds=50), max=timedelta(seconds=2)))
+
+    async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
+        """Handle a message, and again if it fails."""
+        for failures in range(1, self._attempts):
+            try:
+                return await call_next(message)
+            except (*HOPELESS, CommitUnknownError):
+                raise
+            except self._on:
+                await asyncio.sleep(self._backoff(failures).total_seconds())
+        return await call_next(message)

@@ -1,0 +1,257 @@
+"""How every transaction goes, whatever library holds it: begun, committed or rolled back, and its connection freed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, ClassVar
+
+from ....errors import CommitUnknownError, TransactionAbortedError, TransactionClosedError
+from ....transaction import Transaction
+from .outcome import translated, unreachable
+from .wakeups import Wake, hint
+
+__all__ = ["Block", "Foreign", "Link", "SQLTransactions", "require_open"]
+
+# Connections of other libraries have no type that could be named without importing them.
+Foreign = Any
+
+#: How many seconds a COMMIT or ROLLBACK may take after its task was cancelled, and a broken connection to let go.
+PATIENCE = 5.0
+FAREWELL = 1.0
+
+
+async def _on_a_thread(function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 -- whatever it returns
+    return await asyncio.to_thread(function, *arguments)
+
+
+class Link(ABC):
+    """One transaction's hold on a connection, from when it is taken until it is given back."""
+
+    is_async: ClassVar[bool] = True
+    #: Whether what it hands out calls the wake-up of an outbox by itself.
+    is_telling: bool = False
+    #: Runs a plain function on a thread that may use the connection.
+    call: Callable[..., Awaitable[Any]] = staticmethod(_on_a_thread)
+    #: The connection or session that is handed out.
+    connection: Foreign = None
+    #: Whether a savepoint could not be undone, so that nothing may be committed.
+    is_doomed: bool = False
+
+    @abstractmethod
+    async def begin(self) -> None:
+        """Take a connection and begin a transaction."""
+
+    @abstractmethod
+    async def commit(self) -> None:
+        """Commit, and make sure that it was; raises `CommitUnknownError` and `TransactionAbortedError`."""
+
+    @abstractmethod
+    async def roll_back(self) -> None:
+        """Roll back everything."""
+
+    @abstractmethod
+    async def release(self, *, is_sound: bool) -> None:
+        """Give the connection back, or close it for good; also after `begin` has failed."""
+
+    def abort(self) -> None:  # noqa: B027 -- not every library can
+        """Break the connection at once, failing whoever waits on it."""
+
+    @abstractmethod
+    async def mark(self) -> Foreign:
+        """Make a savepoint."""
+
+    @abstractmethod
+    async def keep(self, mark: Foreign) -> None:
+        """Forget a savepoint and keep what came after it."""
+
+    @abstractmethod
+    async def undo(self, mark: Foreign) -> None:
+        """Undo what came after a savepoint."""
+
+    def is_sound_after(self, error: BaseException) -> bool:
+        """Tell whether the connection can be used after a block that ended so.
+
+        Whoever was cancelled or timed out may have left half an answer on the wire.
+        """
+        return isinstance(error, Exception) and not isinstance(error, TimeoutError)
+
+    async def undo_or_doom(self, mark: Foreign, error: BaseException) -> None:
+        """Undo what came after a savepoint; if that cannot be, let nothing of the transaction be committed."""
+        self.is_doomed = True
+        if self.is_sound_after(error):
+            with contextlib.suppress(Exception):  # a deadlock of MySQL's has undone the savepoint as well
+                await self.undo(mark)
+                self.is_doomed = False
+
+    async def succeed(self, callbacks: Sequence[Wake]) -> None:
+        """End the transaction of a block that ended well."""
+        is_sound = False
+        try:
+            try:
+                require_open(is_open=not self.is_doomed)
+                await self.commit()
+            except CommitUnknownError:
+                raise
+            except BaseException:
+                is_sound = await self._has_rolled_back()
+                raise
+            is_sound = True
+            for callback in callbacks:
+                hint(callback)  # before a pool resets the connection, which is another round trip
+        finally:
+            # A pool that cannot reset a connection closes it and raises: how the transaction ended is known by then,
+            # and an error now would tell of a commit as if it had failed.
+            with contextlib.suppress(Exception):
+                await self.release(is_sound=is_sound)
+
+    async def fail(self, error: BaseException) -> None:
+        """End the transaction of a block that failed; the error that comes of this is not the one to tell."""
+        is_sound = self.is_sound_after(error) and await self._has_rolled_back()
+        with contextlib.suppress(Exception):
+            await self.release(is_sound=is_sound)
+
+    async def _has_rolled_back(self) -> bool:
+        try:
+            await self.roll_back()
+        except Exception:  # noqa: BLE001 -- whatever it is, the connection is closed, and the server rolls back
+            return False
+        return True
+
+
+class _Held(Transaction):
+    """A transaction that knows its link."""
+
+    def __init__(self, link: Link, opened_by: SQLTransactions) -> None:
+        super().__init__(link.connection, opened_by, is_async=link.is_async, call=link.call)
+        self.link = link
+
+
+class Block:
+    """A transaction as a context: begun when it is entered, committed when it ends well, rolled back otherwise."""
+
+    def __init__(self, opened_by: SQLTransactions, *, translates: bool = True) -> None:
+        """Set up.
+
+        Args:
+            opened_by: Makes the link.
+            translates: Whether an error that may pass is told as ours, or as the library tells it.
+        """
+        self._opened_by = opened_by
+        self._translates = translates
+        self._held: _Held | None = None
+
+    async def __aenter__(self) -> Transaction:
+        """Begin."""
+        link = self._opened_by.link()
+        try:
+            await link.begin()
+        except BaseException as error:
+            await _to_its_end(_released(link), link.abort)
+            if self._translates and (told := unreachable(error)) is not None:
+                raise told from error
+            raise
+        self._held = _Held(link, self._opened_by)
+        return self._held
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the transaction."""
+        held = self._held
+        if held is None:
+            raise TransactionClosedError
+        callbacks = held.close()
+        if error is not None:
+            await _to_its_end(held.link.fail(error), held.link.abort)
+            if self._translates and (told := translated(error)) is not None:
+                raise told from error
+            return
+        try:
+            await _to_its_end(held.link.succeed(callbacks), held.link.abort)
+        except Exception as refusal:
+            if self._translates and (told := translated(refusal)) is not None:
+                raise told from refusal
+            raise
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether what it hands out calls the wake-up of an outbox by itself."""
+        return self._held is not None and self._held.link.is_telling
+
+
+class SQLTransactions:
+    """Opens transactions with links of one kind."""
+
+    def __init__(self, link: Callable[[], Link], *, is_async: bool = True) -> None:
+        """Set up; ``link`` makes a link that holds nothing yet, and what it hands out may be awaited or not."""
+        self.link = link
+        self.is_async = is_async
+
+    def begin(self) -> Block:
+        """Open a transaction; commit it when the block ends well, roll it back whatever else happens.
+
+        Raises:
+            CommitUnknownError: The connection broke during COMMIT.
+            TransactionAbortedError: A statement failed, its error was caught, and so nothing can be committed.
+            StoreContentionError: Other transactions stood in the way; the whole transaction may be tried again.
+            StoreUnavailableError: The database cannot be reached.
+        """
+        return Block(self)
+
+    @contextlib.asynccontextmanager
+    async def savepoint(self, transaction: Transaction) -> AsyncGenerator[None]:
+        """Make what happens in the block undone alone, if it fails."""
+        if not isinstance(transaction, _Held):
+            raise TransactionClosedError
+        _ = transaction.connection  # which tells of one that has ended
+        link = transaction.link
+        mark = await link.mark()
+        try:
+            yield
+        except BaseException as error:
+            await link.undo_or_doom(mark, error)
+            raise
+        await link.keep(mark)
+
+
+def require_open(*, is_open: bool) -> None:
+    """Raise if somebody else has ended the transaction: what came after it was not part of it."""
+    if not is_open:
+        raise TransactionAbortedError
+
+
+async def _released(link: Link) -> None:
+    with contextlib.suppress(Exception):
+        await link.release(is_sound=False)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None], abort: Callable[[], None]) -> None:
+    """Wait for work also when cancelled, and go on being cancelled then; break its connection if it takes too long."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_forget)
+        if not await _is_done(task, PATIENCE):
+            abort()
+            await _is_done(task, FAREWELL)
+        raise
+
+
+async def _is_done(task: asyncio.Task[None], patience: float) -> bool:
+    """Wait for a task for a while, however often this one is cancelled meanwhile."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience
+    while not task.done() and (left := deadline - loop.time()) > 0:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({task}, timeout=left)
+    return task.done()
+
+
+def _forget(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,225 @@
+"""Transactions of SQLAlchemy and Django; neither is imported here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from .block import Foreign, Link, require_open
+from .network import break_off
+from .outcome import ANCHOR, PROBE, RELEASE, aborted_is_told, unknown_is_told
+from .threads import Plain
+
+__all__ = ["DjangoPlain", "SQLAlchemyLink", "SQLAlchemyPlain"]
+
+_MYSQL: Final = frozenset({"mysql", "mariadb"})
+
+
+class _Work:
+    """What is done to a ``Connection`` or ``Session``, at once: on a thread, or inside the greenlet of an async one."""
+
+    def __init__(self) -> None:
+        self.raw: Foreign = None
+        self._begun: Foreign = None
+
+    def begin(self, holder: Foreign) -> None:
+        # Begun by name, so that a commit by anybody else is noticed.
+        self._begun = holder.begin()
+        if _dialect(holder) in _MYSQL:
+            _connection(holder).exec_driver_sql(ANCHOR)
+
+    def commit(self, holder: Foreign) -> None:
+        require_open(is_open=self._begun.is_active)
+        if hasattr(holder, "flush"):
+            holder.flush()  # what fails here has nothing to do with the COMMIT
+        with aborted_is_told():
+            self._probe(holder)
+        with unknown_is_told():
+            holder.commit()
+
+    def _probe(self, holder: Foreign) -> None:
+        dialect = _dialect(holder)
+        if dialect not in _MYSQL and dialect != "postgresql":
+            return
+        connection = _connection(holder)
+        self.raw = connection.connection.driver_connection
+        connection.exec_driver_sql(PROBE if dialect == "postgresql" else RELEASE)
+        if dialect == "postgresql" and hasattr(self.raw, "is_in_transaction"):
+            require_open(is_open=self.raw.is_in_transaction())  # a ROLLBACK by hand passes SQLAlchemy by
+
+    def roll_back(self, holder: Foreign) -> None:
+        holder.rollback()
+
+    def mark(self, holder: Foreign) -> Foreign:
+        return holder.begin_nested()
+
+    def keep(self, holder: Foreign, mark: Foreign) -> None:
+        if hasattr(holder, "flush"):
+            holder.flush()
+        mark.commit()
+
+    def undo(self, holder: Foreign, mark: Foreign) -> None:
+        mark.rollback()
+
+
+def _connection(holder: Foreign) -> Foreign:
+    is_session = hasattr(holder, "get_bind")
+    return holder.connection() if is_session else holder
+
+
+def _dialect(holder: Foreign) -> str:
+    bound: Foreign = holder.get_bind() if hasattr(holder, "get_bind") else holder
+    name: str = bound.dialect.name
+    return name
+
+
+class SQLAlchemyLink(Link):
+    """A transaction of an ``AsyncEngine`` or ``async_sessionmaker``."""
+
+    def __init__(self, opener: Callable[[], Foreign], *, is_session: bool) -> None:
+        self._opener = opener
+        self._work = _Work()
+        #: A session tells of its commit by itself, once something was added to it.
+        self.is_telling = is_session
+
+    async def begin(self) -> None:
+        opened = self._opener()
+        self.connection = opened if self.is_telling else await opened.start()
+        await self.connection.run_sync(self._work.begin)
+
+    async def commit(self) -> None:
+        await self.connection.run_sync(self._work.commit)
+
+    async def roll_back(self) -> None:
+        await self.connection.run_sync(self._work.roll_back)
+
+    async def release(self, *, is_sound: bool) -> None:
+        connection, self.connection = self.connection, None
+        if connection is None:
+            return
+        if not is_sound:
+            await connection.invalidate()
+        await connection.close()
+
+    def abort(self) -> None:
+        if self._work.raw is not None:
+            break_off(self._work.raw)
+
+    async def mark(self) -> Foreign:
+        return await self.connection.run_sync(self._work.mark)
+
+    async def keep(self, mark: Foreign) -> None:
+        await self.connection.run_sync(self._work.keep, mark)
+
+    async def undo(self, mark: Foreign) -> None:
+        await self.connection.run_sync(self._work.undo, mark)
+
+
+class SQLAlchemyPlain(Plain):
+    """A transaction of an ``Engine`` or ``sessionmaker``."""
+
+    def __init__(self, opener: Callable[[], Foreign], *, is_session: bool) -> None:
+        self._opener = opener
+        self._work = _Work()
+        self.is_telling = is_session
+
+    def begin(self) -> None:
+        self.connection = self._opener()
+        self._work.begin(self.connection)
+
+    def commit(self) -> None:
+        self._work.commit(self.connection)
+
+    def roll_back(self) -> None:
+        self._work.roll_back(self.connection)
+
+    def release(self, *, is_sound: bool) -> None:
+        connection, self.connection = self.connection, None
+        if connection is None:
+            return
+        if not is_sound:
+            connection.invalidate()
+        connection.close()
+
+    def abort(self) -> None:
+        if self._work.raw is not None:
+            break_off(self._work.raw)
+
+    def mark(self) -> Foreign:
+        return self._work.mark(self.connection)
+
+    def keep(self, mark: Foreign) -> None:
+        self._work.keep(self.connection, mark)
+
+    def undo(self, mark: Foreign) -> None:
+        self._work.undo(self.connection, mark)
+
+
+class DjangoPlain(Plain):
+    """A transaction of Django's ``atomic``, whose connections belong to threads."""
+
+    is_telling = True
+
+    def __init__(self, atomic: Callable[..., Foreign], alias: str) -> None:
+        self._atomic = atomic
+        self._alias = alias
+        self._begun: Foreign = None
+
+    def begin(self) -> None:
+        connection: Foreign = sys.modules["django.db"].connections[self._alias]
+        connection.close_if_unusable_or_obsolete()  # as Django itself does before a request
+        self.connection = connection
+        self._begun = self.mark()
+        if connection.vendor == "mysql":
+            self._execute(ANCHOR)
+
+    def commit(self) -> None:
+        connection = self.connection
+        require_open(is_open=connection.in_atomic_block and not connection.needs_rollback)
+        with aborted_is_told():
+            if connection.vendor == "postgresql":
+                self._execute(PROBE)
+            elif connection.vendor == "mysql":
+                self._execute(RELEASE)
+        begun, self._begun = self._begun, None
+        with unknown_is_told():
+            self.keep(begun)
+
+    def _execute(self, sql: str) -> None:
+        with self.connection.cursor() as cursor:
+            cursor.execute(sql)
+
+    def roll_back(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self.undo(begun)
+
+    def release(self, *, is_sound: bool) -> None:
+        connection, self.connection = self.connection, None
+        if connection is None:
+            return
+        begun, self._begun = self._begun, None
+        try:
+            if begun is not None:
+                self.undo(begun)
+        finally:
+            if is_sound:
+                connection.close_if_unusable_or_obsolete()
+            else:
+                connection.close()
+
+    def mark(self) -> Foreign:
+        begun = self._atomic(using=self._alias)
+        begun.__enter__()
+        return begun
+
+    def keep(self, mark: Foreign) -> None:
+        mark.__exit__(None, None, None)
+
+    def undo(self, mark: Foreign) -> None:
+        mark.__exit__(_Undone, _Undone(), None)
+
+
+class _Undone(Exception):  # noqa: N818 -- it is never raised
+    """Tells Django to roll back."""

@@ -1,0 +1,198 @@
+"""Transactions of SQLite: on a file, on a connection of the standard library, or on one of aiosqlite."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import weakref
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from ....errors import ConfigurationError
+from .block import Foreign, Link, SQLTransactions, require_open
+from .outcome import unknown_is_told
+from .threads import Gate, OnThread, Plain, Threads
+
+__all__ = ["AiosqliteLink", "ConnectionLink", "FileTransactions"]
+
+# The write lock comes first: a transaction that reads and then writes would fail as "locked", not wait.
+_BEGIN: Final = "BEGIN IMMEDIATE"
+_SAVEPOINT: Final = "postroom_nested"
+
+
+#: A connection, and the process that opened it.
+_Idle: TypeAlias = tuple[int, sqlite3.Connection]
+#: Kept, because to collect them would close what the parent uses.
+_inherited: Final[list[_Idle]] = []
+
+
+class FileTransactions(SQLTransactions):
+    """Opens transactions on a file, one at a time, on a connection that is kept for the next one."""
+
+    def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
+        """Set up; ``connect`` opens a connection that any thread may use."""
+        threads = Threads(1)  # SQLite has one writer at a time; here they wait in order
+        idle: list[_Idle] = []
+        super().__init__(lambda: OnThread(_File(connect, idle), threads), is_async=False)
+        self._idle = idle
+        weakref.finalize(self, _close, idle)
+
+    def close(self) -> None:
+        """Close the connection that is kept."""
+        _close(self._idle)
+
+
+def _close(idle: list[_Idle]) -> None:
+    connection = _own(idle)
+    if connection is not None:
+        connection.close()
+
+
+def _own(idle: list[_Idle]) -> sqlite3.Connection | None:
+    """Take the connection that is kept, unless it was carried over a fork, which SQLite does not bear."""
+    while idle:
+        kept = idle.pop()
+        if kept[0] == os.getpid():
+            return kept[1]
+        _inherited.append(kept)
+    return None
+
+
+class _OnSQLite(Plain):
+    """A transaction on a connection of the standard library."""
+
+    _marks: int = 0
+
+    def _begin(self) -> None:
+        connection = self.connection
+        # Since 3.12 a connection may be asked to be in a transaction always.
+        if not (connection.in_transaction and getattr(connection, "autocommit", -1) is False):
+            connection.execute(_BEGIN)
+
+    def commit(self) -> None:
+        # Some errors, such as a full disk, end the whole transaction.
+        require_open(is_open=self.connection.in_transaction)
+        with unknown_is_told():
+            self.connection.commit()
+
+    def roll_back(self) -> None:
+        self.connection.rollback()
+
+    def abort(self) -> None:
+        if self.connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self.connection.interrupt()
+
+    def mark(self) -> Foreign:
+        self._marks += 1
+        name = f"{_SAVEPOINT}_{self._marks}"
+        self.connection.execute(f"SAVEPOINT {name}")
+        return name
+
+    def keep(self, mark: Foreign) -> None:
+        self.connection.execute(f"RELEASE {mark}")
+
+    def undo(self, mark: Foreign) -> None:
+        self.connection.execute(f"ROLLBACK TO {mark}")
+        self.connection.execute(f"RELEASE {mark}")
+
+
+class _File(_OnSQLite):
+    """A transaction on a connection of our own."""
+
+    def __init__(self, connect: Callable[[], sqlite3.Connection], idle: list[_Idle]) -> None:
+        self._connect = connect
+        self._idle = idle
+
+    def begin(self) -> None:
+        self.connection = _own(self._idle) or self._connect()
+        self._begin()
+
+    def release(self, *, is_sound: bool) -> None:
+        connection, self.connection = self.connection, None
+        if connection is None:
+            return
+        if is_sound and not self._idle:
+            self._idle.append((os.getpid(), connection))
+        else:
+            connection.close()
+
+
+class ConnectionLink(_OnSQLite):
+    """A transaction on a connection of the caller's."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._given = connection
+
+    def begin(self) -> None:
+        try:
+            self._given.cursor().close()
+        except sqlite3.ProgrammingError as error:
+            raise ConfigurationError(
+                "the connection is bound to the thread that made it, or closed; open it with check_same_thread=False, "
+                "or pass the path of the file"
+            ) from error
+        self.connection = self._given
+        self._begin()
+
+    def release(self, *, is_sound: bool) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None and not is_sound and connection.in_transaction:
+            connection.rollback()
+
+
+class AiosqliteLink(Link):
+    """A transaction on an aiosqlite connection; one at a time."""
+
+    _marks: int = 0
+
+    def __init__(self, connection: Foreign, gate: Gate) -> None:
+        self._given = connection
+        self._gate = gate
+        self._is_inside = False
+
+    async def begin(self) -> None:
+        await self._gate.here().acquire()
+        self._is_inside = True
+        self.connection = self._given
+        await self._execute(_BEGIN)
+
+    async def commit(self) -> None:
+        require_open(is_open=self.connection.in_transaction)
+        with unknown_is_told():
+            await self.connection.commit()
+
+    async def roll_back(self) -> None:
+        await self.connection.rollback()
+
+    async def release(self, *, is_sound: bool) -> None:
+        if not self._is_inside:
+            return
+        try:
+            # Cancelled before it, BEGIN may still be on its way: this waits behind it.
+            if not is_sound:
+                await self.connection.rollback()
+        finally:
+            self._is_inside, self.connection = False, None
+            self._gate.here().release()
+
+    def is_sound_after(self, error: BaseException) -> bool:
+        """Tell so always: its thread goes on with a statement that nobody waits for, and this waits behind it."""
+        return True
+
+    async def mark(self) -> Foreign:
+        self._marks += 1
+        name = f"{_SAVEPOINT}_{self._marks}"
+        await self._execute(f"SAVEPOINT {name}")
+        return name
+
+    async def keep(self, mark: Foreign) -> None:
+        await self._execute(f"RELEASE {mark}")
+
+    async def undo(self, mark: Foreign) -> None:
+        await self._execute(f"ROLLBACK TO {mark}")
+        await self._execute(f"RELEASE {mark}")
+
+    async def _execute(self, sql: str) -> None:
+        await (await self.connection.execute(sql)).close()

@@ -1,0 +1,145 @@
+"""The transaction that a handler runs in: begun and ended around it, found by adapters, unknown to the handler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+from collections.abc import Awaitable, Callable, Generator
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar, cast
+
+from .errors import NoTransactionError, TransactionClosedError
+
+__all__ = [
+    "Transaction",
+    "Transactions",
+    "current_connection",
+    "current_transaction",
+    "entered",
+    "in_transaction",
+    "running_on",
+    "transactions_of",
+]
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+_current: ContextVar[Transaction | None] = ContextVar("postroom_transaction", default=None)
+
+
+class Transaction:
+    """An open transaction and what holds it; to use it after its end raises `TransactionClosedError`."""
+
+    def __init__(
+        self,
+        connection: Any,  # noqa: ANN401 -- whatever the library calls a connection
+        opened_by: Transactions,
+        *,
+        is_async: bool = True,
+        call: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+    ) -> None:
+        self._connection = connection
+        self._is_async = is_async
+        self._is_open = True
+        self._callbacks: list[Callable[[], object]] = []
+        #: What the transaction was opened on; a nested one on the same joins it.
+        self.opened_by = opened_by
+        #: ``await call(function, *arguments)`` runs a plain function on a thread that may use the connection.
+        self.call = call
+        #: Tells whether the transaction was committed, for a `CommitUnknownError`.
+        self.witness: Callable[[], Awaitable[bool]] | None = None
+
+    @property
+    def connection(self) -> Any:  # noqa: ANN401
+        """The connection or session that holds the transaction."""
+        if not self._is_open:
+            raise TransactionClosedError
+        return self._connection
+
+    async def do(self, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 -- whatever it returns
+        """Call a function with the connection: awaited if the connection is async, on its thread if it is not."""
+        if self._is_async:
+            return await function(self.connection, *arguments)
+        return await self.call(function, self.connection, *arguments)
+
+    def after_commit(self, callback: Callable[[], object]) -> None:
+        """Have something called once the transaction is committed; never if it is not."""
+        if not self._is_open:
+            raise TransactionClosedError
+        self._callbacks.append(callback)
+
+    def close(self) -> list[Callable[[], object]]:
+        """Let nobody use the transaction any more; return what is to be called if it was committed."""
+        self._is_open = False
+        callbacks, self._callbacks = self._callbacks, []
+        return callbacks
+
+
+class Transactions(Protocol):
+    """Opens transactions on a pool, an engine, a file: one class for each library."""
+
+    def begin(self) -> contextlib.AbstractAsyncContextManager[Transaction]:
+        """Open a transaction; commit it when the block ends well, roll it back whatever else happens.
+
+        Raises:
+            CommitUnknownError: The connection broke during COMMIT.
+            TransactionAbortedError: A statement failed, its error was caught, and so nothing can be committed.
+            StoreContentionError: Other transactions stood in the way; the whole transaction may be tried again.
+        """
+        ...
+
+    def savepoint(self, transaction: Transaction) -> contextlib.AbstractAsyncContextManager[None]:
+        """Make what happens in the block undone alone, if it fails."""
+        ...
+
+
+def current_transaction() -> Transaction:
+    """Return the transaction that this code runs in; raise `NoTransactionError` if there is none."""
+    transaction = _current.get()
+    if transaction is None:
+        raise NoTransactionError("current_transaction()")
+    return transaction
+
+
+def in_transaction() -> Transaction | None:
+    """Return the transaction that this code runs in, None if there is none."""
+    return _current.get()
+
+
+def current_connection(fallback: C) -> C:
+    """Return what holds the current transaction, or ``fallback`` where there is none.
+
+    An adapter calls it with its own pool or connection, and works inside a handler's transaction and outside alike.
+    In a transaction that has ended it raises `TransactionClosedError`: what comes late must not be written alone.
+    """
+    transaction = _current.get()
+    return fallback if transaction is None else transaction.connection
+
+
+def transactions_of(pool: object) -> Transactions:
+    """Return what opens transactions on a pool, an engine, a file or a store.
+
+    Raises:
+        UnknownConnectionError: Nothing is known of this kind of pool.
+    """
+    opener = getattr(pool, "transactions", None)
+    if opener is not None:
+        return cast("Transactions", opener())
+    return cast("Transactions", importlib.import_module("postroom.stores.sql.transactions").transactions_for(pool))
+
+
+def running_on() -> Callable[..., Awaitable[Any]]:
+    """Return what runs plain functions on a thread that may use the current transaction, if there is one."""
+    transaction = _current.get()
+    return asyncio.to_thread if transaction is None else transaction.call
+
+
+@contextlib.contextmanager
+def entered(transaction: Transaction) -> Generator[None]:
+    """Make a transaction the current one."""
+    token = _current.set(transaction)
+    try:
+        yield
+    finally:
+        _current.reset(token)

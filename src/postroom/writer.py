@@ -1,0 +1,85 @@
+"""What writes through the connections of other libraries, found by the package that their class comes from."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from .errors import UnknownConnectionError
+from .message import Message
+
+if TYPE_CHECKING:
+    from .inbox import Inbox
+    from .outbox import Added, Addition, Outbox
+
+__all__ = ["Writer", "writer_of"]
+
+#: How a library's connections are written through, by the package that their class comes from.
+_WRITERS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("asyncpg", "psycopg", "sqlite3", "aiosqlite", "asyncmy", "pymysql", "sqlalchemy", "django"),
+        "postroom.stores.sql.writers",
+    ),
+    "postroom": "postroom.stores.memory",
+}
+_ACCEPTED: Final = (
+    "asyncpg, psycopg (sync or async), sqlite3, aiosqlite, asyncmy, PyMySQL, SQLAlchemy Session, AsyncSession, "
+    "Connection or AsyncConnection, Django's connection"
+)
+_POOLS: Final = frozenset(
+    {"AsyncConnectionPool", "AsyncEngine", "ConnectionPool", "Engine", "Pool", "sessionmaker", "async_sessionmaker"}
+)
+
+
+class Writer(Protocol):
+    """Writes through one library's connections, in the caller's transaction; the answers of async ones are awaited."""
+
+    def write(
+        self,
+        connection: Any,  # noqa: ANN401 -- each writer knows its own
+        additions: Sequence[Addition],
+        outbox: Outbox,
+        *,
+        outside_transaction: bool,
+    ) -> list[Added] | Awaitable[list[Added]]:
+        """Add messages to the outbox; never commit."""
+        ...
+
+    def admit(self, connection: Any, inbox: Inbox, message: Message) -> bool | Awaitable[bool]:  # noqa: ANN401
+        """Mark a message as handled; tell whether it was not before."""
+        ...
+
+    def has(self, connection: Any, inbox: Inbox, message: Message) -> bool | Awaitable[bool]:  # noqa: ANN401
+        """Tell whether a message is marked as handled."""
+        ...
+
+    def purge_inbox(self, connection: Any, inbox: Inbox, limit: int) -> int | Awaitable[int]:  # noqa: ANN401
+        """Delete marks past their retention; return how many."""
+        ...
+
+    def bury(self, connection: Any, inbox: Inbox, message: Message, error: str) -> Awaitable[None] | None:  # noqa: ANN401
+        """Write a dead letter, unless there is one of this consumer and message."""
+        ...
+
+
+def writer_of(connection: object) -> Writer:
+    """Return what writes through a connection; raise `UnknownConnectionError` if nothing does."""
+    find = _finder(type(connection))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+    writer = None if find is None else find(connection)
+    if writer is None:
+        is_pool = not _POOLS.isdisjoint(base.__name__ for base in type(connection).__mro__)
+        hint = ", which hands out connections but is none: acquire one and begin a transaction" if is_pool else ""
+        raise UnknownConnectionError(connection, _ACCEPTED, hint)
+    return writer
+
+
+@lru_cache(maxsize=256)
+def _finder(kind: type) -> Callable[[object], Writer | None] | None:
+    """Return what finds the writer for a kind of connection, by the package that its class or a base comes from."""
+    for base in kind.__mro__:
+        module = _WRITERS.get(base.__module__.partition(".")[0])
+        if module is not None:
+            return cast("Callable[[object], Writer | None]", importlib.import_module(module).writer_for)
+    return None

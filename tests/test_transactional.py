@@ -1,0 +1,522 @@
+"""`transactional`: effect, mark and outputs of a message are stored together, and then it is acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from postroom import Consumer, Message, Outbox, Router
+from postroom.brokers import MemoryBroker
+from postroom.delivery import Delivery
+from postroom.errors import (
+    CommitUnknownError,
+    InvalidMessageError,
+    MiddlewareOrderError,
+    NoTransactionError,
+    RejectError,
+    SchemaMissingError,
+    StoreUnavailableError,
+)
+from postroom.events import DeadLettered, DuplicateSkipped, Event
+from postroom.inbox import Mode
+from postroom.middleware.chain import Middleware
+from postroom.middleware.transactional import (
+    DeadLetterMiddleware,
+    InboxMiddleware,
+    OutboxMiddleware,
+    TransactionMiddleware,
+    transactional,
+)
+from postroom.store import Delivered, Outcome, Retry
+from postroom.stores import MySQLStore, PostgresStore, SQLiteStore, SQLStore
+from postroom.testing.faults import FaultProxy
+from postroom.testing.waiting import until
+from postroom.transaction import current_transaction, in_transaction, transactions_of
+
+from .test_transactions import LITE, MY, PG, TABLE, _run, _run_async, asking, through
+
+
+@dataclass
+class Shop:
+    """A store, and a way to look at its database from outside."""
+
+    family: str
+    dsn: str
+    store: SQLStore
+    ask: Callable[[str], Any]
+
+    async def look(self, sql: str) -> list[Any]:
+        return [row[0] for row in await asyncio.to_thread(self.ask, sql)]
+
+    async def effects(self) -> list[int]:
+        return await self.look("SELECT id FROM business ORDER BY id")
+
+    async def outputs(self) -> list[str]:
+        return await self.look("SELECT type FROM postroom_outbox ORDER BY seq")
+
+    async def marks(self) -> int:
+        return int((await self.look("SELECT count(*) FROM postroom_inbox"))[0])
+
+    async def dead(self) -> int:
+        return int((await self.look("SELECT count(*) FROM postroom_inbox_dead"))[0])
+
+    async def write(self, number: int) -> None:
+        """Write through the transaction of a handler, as an adapter does."""
+        transaction = current_transaction()
+        run = _run if self.family == LITE else _run_async
+        await transaction.do(run, f"INSERT INTO business (id) VALUES ({number})")
+
+
+def store_on(family: str, dsn: str) -> SQLStore:
+    timeout = timedelta(seconds=10)
+    if family == PG:
+        return PostgresStore(dsn, timeout=timeout)
+    return MySQLStore(dsn, timeout=timeout) if family == MY else SQLiteStore(dsn, timeout=timeout)
+
+
+@asynccontextmanager
+async def shop_on(family: str, request: pytest.FixtureRequest) -> AsyncGenerator[Shop]:
+    dsn = str(request.getfixturevalue({PG: "postgres_dsn", MY: "mariadb_dsn", LITE: "sqlite_path"}[family]))
+    store = store_on(family, dsn)
+    await store.apply_schema()
+    ask = asking(family, dsn)
+    await asyncio.to_thread(ask, TABLE[family])
+    yield Shop(family, dsn, store, ask)
+    await store.close()
+
+
+@pytest.fixture(params=[PG, MY, LITE])
+async def shop(request: pytest.FixtureRequest) -> AsyncGenerator[Shop]:
+    """A shop on each database in turn."""
+    async with shop_on(request.param, request) as opened:
+        yield opened
+
+
+def message(**parts: Any) -> Message:  # noqa: ANN401
+    return Message(topic="orders", type="order.placed", payload=b"{}", attempt=1, **parts)
+
+
+class Hand:
+    """A delivery whose settlement is seen, and what was stored by then."""
+
+    def __init__(self, shop: Shop, content: Message) -> None:
+        self.shop = shop
+        self.outcomes: list[Outcome] = []
+        self.effects: list[int] = []
+        self.dead = 0
+        self.is_in_transaction: bool | None = None
+        self.delivery = Delivery(content, self._settle)
+
+    async def _settle(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.effects = await self.shop.effects()
+        self.dead = await self.shop.dead()
+        self.is_in_transaction = in_transaction() is not None
+
+
+Work = Callable[[Message], Any]
+
+
+def consumer_of(work: Work, *middlewares: Middleware, listener: Callable[[Event], None] | None = None) -> Consumer:
+    router = Router()
+
+    async def handle(received: Message) -> Sequence[Message] | None:
+        outputs: Sequence[Message] | None = await work(received)
+        return outputs
+
+    router.on("order.placed")(handle)
+    options: dict[str, Any] = {} if listener is None else {"listener": listener}
+    return Consumer(MemoryBroker().subscribe("orders", group="stock"), router, *middlewares, **options)
+
+
+async def deliver(shop: Shop, consumer: Consumer, content: Message) -> Hand:
+    hand = Hand(shop, content)
+    await consumer.handle(hand.delivery)
+    return hand
+
+
+# -- once ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
+async def test_effect_mark_and_outputs_are_stored_together_and_then_it_is_acknowledged(shop: Shop, mode: Mode) -> None:
+    """S1-01, S1-06, S1-14, S1-23, S1-28, F-16, F-17, F-19, G7, G8: with a broker, from end to end."""
+    broker, router = MemoryBroker(), Router()
+    seen: list[bool] = []
+
+    @router.on("order.placed")
+    async def reserve(received: Message) -> list[Message]:
+        await shop.write(1)
+        # Nobody else sees anything of it yet; SQLite lets nobody look who would wait for it.
+        seen.append(await shop.effects() == [] and await shop.outputs() == [] and await shop.marks() == 0)
+        return [Message(topic="stock", type=f"n{n}", payload=b"{}") for n in (3, 1, 2)]
+
+    stack = transactional(shop.store, consumer="stock", mode=mode)
+    consumer = Consumer(broker.subscribe("orders", group="stock"), router, stack)
+    running = asyncio.create_task(consumer.run())
+    await broker.publish([message()])
+
+    async def is_done() -> bool:
+        return await shop.marks() == 1
+
+    await until(is_done, "the commit")
+    await consumer.stop()
+    await running
+
+    assert seen == [True]
+    assert await shop.effects() == [1]
+    assert await shop.outputs() == ["n3", "n1", "n2"]
+    assert broker.confirmed == 1  # the outputs are the dispatcher's, not the consumer's
+
+
+async def test_a_message_is_acknowledged_after_its_commit_and_outside_of_it(shop: Shop) -> None:
+    """F-16, F-17, G8: whoever acknowledges finds the effect stored and no transaction open."""
+    consumer = consumer_of(lambda _: shop.write(1), transactional(shop.store, consumer="stock"))
+
+    hand = await deliver(shop, consumer, message())
+
+    assert hand.outcomes == [Delivered()]
+    assert hand.effects == [1]
+    assert hand.is_in_transaction is False
+
+
+@pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
+async def test_a_message_that_comes_again_is_acknowledged_and_nothing_else(shop: Shop, mode: Mode) -> None:
+    """S1-15, G7: without an error and without outputs."""
+    told: list[Event] = []
+    runs = 0
+
+    async def work(_: Message) -> list[Message]:
+        nonlocal runs
+        runs += 1
+        await shop.write(runs)
+        return [Message(topic="stock", type="reserved", payload=b"{}")]
+
+    consumer = consumer_of(work, transactional(shop.store, consumer="stock", mode=mode, listener=told.append))
+    content = message()
+
+    first, second = await deliver(shop, consumer, content), await deliver(shop, consumer, content)
+
+    assert first.outcomes == second.outcomes == [Delivered()]
+    assert (runs, await shop.effects(), await shop.outputs()) == (1, [1], ["reserved"])
+    assert told == [DuplicateSkipped("stock", content.id, "order.placed")]
+
+
+async def test_another_consumer_handles_the_same_message(shop: Shop) -> None:
+    """S1-16: each by its own name."""
+    numbers = iter((1, 2))
+    content = message()
+
+    for name in ("stock", "mail"):
+        await deliver(
+            shop, consumer_of(lambda _: shop.write(next(numbers)), transactional(shop.store, consumer=name)), content
+        )
+
+    assert await shop.effects() == [1, 2]
+    assert await shop.marks() == 2
+
+
+@pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
+async def test_two_deliveries_at_once_have_one_effect(shop: Shop, mode: Mode) -> None:
+    """S1-21, G7: pessimistic, one handler runs; optimistic, what the second did is undone."""
+    runs = 0
+
+    async def work(_: Message) -> list[Message]:
+        nonlocal runs
+        runs += 1
+        await shop.write(runs)
+        await asyncio.sleep(0.05)
+        return [Message(topic="stock", type="reserved", payload=b"{}")]
+
+    consumer = consumer_of(work, transactional(shop.store, consumer="stock", mode=mode))
+    content = message()
+
+    hands = await asyncio.gather(*(deliver(shop, consumer, content) for _ in range(3)))
+
+    assert [hand.outcomes for hand in hands] == [[Delivered()]] * 3
+    assert len(await shop.effects()) == 1
+    assert await shop.outputs() == ["reserved"]
+    assert await shop.marks() == 1
+    if mode == "pessimistic":
+        assert runs == 1
+
+
+# -- nothing at all --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
+@pytest.mark.parametrize("error", [LookupError, TimeoutError])
+async def test_a_handler_that_fails_leaves_nothing_behind(shop: Shop, mode: Mode, error: type[Exception]) -> None:
+    """S1-27, F-14: and its message is handled when it comes again."""
+    failures = [error]
+
+    async def work(_: Message) -> None:
+        await shop.write(1)
+        if failures:
+            raise failures.pop()
+
+    consumer = consumer_of(work, transactional(shop.store, consumer="stock", mode=mode))
+    content = message()
+
+    first = await deliver(shop, consumer, content)
+    assert isinstance(first.outcomes[0], Retry)
+    assert (await shop.effects(), await shop.outputs(), await shop.marks()) == ([], [], 0)
+
+    second = await deliver(shop, consumer, content)
+    assert second.outcomes == [Delivered()]
+    assert await shop.effects() == [1]
+
+
+async def test_an_output_that_cannot_be_stored_undoes_everything(shop: Shop) -> None:
+    """S1-27: effect and mark as well."""
+
+    async def work(_: Message) -> list[Message]:
+        await shop.write(1)
+        return [Message(topic="", payload=b"{}", type="x")]
+
+    hand = await deliver(shop, consumer_of(work, transactional(shop.store, consumer="stock")), message())
+
+    assert isinstance(hand.outcomes[0], Retry)
+    assert (await shop.effects(), await shop.outputs(), await shop.marks()) == ([], [], 0)
+
+
+async def test_a_cancelled_handler_leaves_nothing_behind(shop: Shop) -> None:
+    """F-20: the message is not acknowledged."""
+    is_running = asyncio.Event()
+
+    async def work(_: Message) -> None:
+        await shop.write(1)
+        is_running.set()
+        await asyncio.Event().wait()
+
+    consumer = consumer_of(work, transactional(shop.store, consumer="stock"))
+    hand = Hand(shop, message())
+    task = asyncio.create_task(consumer.handle(hand.delivery))
+    await is_running.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert Delivered() not in hand.outcomes
+    assert (await shop.effects(), await shop.marks()) == ([], 0)
+
+
+async def test_an_error_that_a_handler_swallows_is_not_acknowledged(request: pytest.FixtureRequest) -> None:
+    """G1, G8, G12: PostgreSQL has given up the transaction, and answers COMMIT with ROLLBACK."""
+    async with shop_on(PG, request) as shop:
+
+        async def work(_: Message) -> None:
+            await shop.write(1)
+            with suppress(Exception):
+                await current_transaction().connection.execute("SELECT * FROM no_such_table")
+
+        consumer = consumer_of(work, transactional(shop.store, consumer="stock"))
+        hands = [await deliver(shop, consumer, message()) for _ in range(2)]
+
+        assert all(isinstance(hand.outcomes[0], Retry) for hand in hands)
+        assert (await shop.effects(), await shop.marks()) == ([], 0)
+
+
+# -- what a stack is made of -----------------------------------------------------------------------------------
+
+
+async def outputs_of(_: Message) -> list[Message]:
+    return [Message(topic="stock", type="reserved", payload=b"{}")]
+
+
+async def test_each_part_of_the_stack_works_with_fewer_others(shop: Shop) -> None:
+    """S1-02: a transaction alone, with an inbox, with an outbox, with both."""
+    store, content = shop.store, message()
+    await store.open()
+    transaction = TransactionMiddleware(store)
+    inbox, outbox = InboxMiddleware(store.inbox("stock")), OutboxMiddleware(store.outbox())
+
+    async def work(number: int, _: Message) -> list[Message]:
+        await shop.write(number)
+        return [Message(topic="stock", type=f"of {number}", payload=b"{}")] if number > 2 else []
+
+    stacks: list[tuple[Middleware, ...]] = [
+        (transaction,),
+        (transaction, inbox),
+        (transaction, outbox),
+        (transaction, InboxMiddleware(store.inbox("mail")), outbox),
+    ]
+    for number, stack in enumerate(stacks, 1):
+        consumer = consumer_of(lambda received, number=number: work(number, received), *stack)  # type: ignore[misc]
+        hand = await deliver(shop, consumer, content)
+        assert hand.outcomes == [Delivered()], number
+
+    assert await shop.effects() == [1, 2, 3, 4]
+    assert await shop.outputs() == ["of 3", "of 4"]
+    assert await shop.marks() == 2
+
+
+async def test_outputs_go_no_further_than_the_outbox(shop: Shop) -> None:
+    """S1-22, S1-24, S1-25: all to one topic, if it is given; without outputs nothing is written."""
+    stack = transactional(shop.store, consumer="stock", topic="elsewhere")
+
+    async def nothing(_: Message) -> list[Message]:
+        return []
+
+    first = await stack(message(), outputs_of)
+    second = await stack(message(), nothing)
+
+    assert (list(first), list(second)) == ([], [])
+    assert await shop.look("SELECT topic FROM postroom_outbox") == ["elsewhere"]
+
+
+async def test_without_a_transaction_the_first_message_is_an_error(shop: Shop) -> None:
+    """S1-17, S1-26: the error names what is missing; before anything was handled."""
+    runs: list[Message] = []
+
+    async def handle(received: Message) -> list[Message]:
+        runs.append(received)
+        return []
+
+    for middleware in (InboxMiddleware(shop.store.inbox("stock")), OutboxMiddleware(Outbox())):
+        with pytest.raises(NoTransactionError, match="TransactionMiddleware"):
+            await middleware(message(), handle)
+        with pytest.raises(MiddlewareOrderError, match="TransactionMiddleware"):
+            await consumer_of(handle, middleware).run()
+
+    assert runs == []
+
+
+async def test_a_message_without_an_id_is_an_error(shop: Shop) -> None:
+    """S1-18: it could never be known again."""
+    stack = transactional(shop.store, consumer="stock")
+    nameless = replace(message(), id=None)  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidMessageError, match="no id"):
+        await stack(nameless, outputs_of)
+
+    assert (await shop.outputs(), await shop.marks()) == ([], 0)
+
+
+async def test_a_store_without_tables_is_an_error_on_the_first_message(sqlite_path: Any) -> None:  # noqa: ANN401
+    """S1-04, S1-19: nothing is created on the way."""
+    store = SQLiteStore(sqlite_path)
+
+    with pytest.raises(SchemaMissingError):
+        await transactional(store, consumer="stock")(message(), outputs_of)
+
+    await store.close()
+
+
+# -- COMMIT without an answer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [PG, MY])
+@pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
+async def test_a_commit_without_an_answer_is_resolved_by_the_inbox(
+    family: str, mode: Mode, request: pytest.FixtureRequest
+) -> None:
+    """G7, G12: it is not acknowledged and not undone; when it comes again, it is known."""
+    async with shop_on(family, request) as shop:
+        url = urlsplit(shop.dsn)
+        async with FaultProxy(str(url.hostname), url.port or 0) as proxy:
+            store = store_on(family, through(shop.dsn, proxy) + ("?sslmode=disable" if family == PG else ""))
+            stack = transactional(store, consumer="stock", mode=mode)
+            caught: list[CommitUnknownError] = []
+
+            async def keeping(received: Message, call_next: Any) -> Sequence[Message]:  # noqa: ANN401
+                try:
+                    answer: Sequence[Message] = await call_next(received)
+                except CommitUnknownError as error:
+                    caught.append(error)
+                    raise
+                return answer
+
+            async def work(_: Message) -> None:
+                await shop.write(1)
+                proxy.drop_reply(b"COMMIT")
+
+            consumer, content = consumer_of(work, keeping, stack), message()
+            first = await deliver(shop, consumer, content)
+            proxy.heal()
+            assert isinstance(first.outcomes[0], Retry)
+            assert await caught[0].resolve() is True
+            second = await deliver(shop, consumer, content)
+            await store.close()
+
+        assert second.outcomes == [Delivered()]
+        assert (await shop.effects(), await shop.marks(), await shop.dead()) == ([1], 1, 0)
+
+
+@pytest.mark.parametrize("family", [PG, MY])
+async def test_a_commit_that_never_arrived_is_resolved_as_not_stored(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    """G12: the same error, the other answer."""
+    async with shop_on(family, request) as shop:
+        stack = transactional(shop.store, consumer="stock")
+        content = message()
+        await stack(message(), outputs_of)
+        error = CommitUnknownError()
+        inbox = shop.store.inbox("stock")
+        error.witness = lambda: inbox.was_handled(shop.store.transactions(), content)
+
+        assert await error.resolve() is False
+
+
+# -- dead letters ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [LookupError, RejectError])
+async def test_a_dead_letter_is_stored_before_its_message_is_acknowledged(shop: Shop, error: type[Exception]) -> None:
+    """G2, G9: a rejected one at once, another one after its budget; nothing else of it stays."""
+    told: list[Event] = []
+
+    async def work(_: Message) -> None:
+        await shop.write(1)
+        raise error("bad")
+
+    stack = transactional(shop.store, consumer="stock", max_attempts=3, listener=told.append)
+    attempt = 1 if error is RejectError else 3
+    hand = await deliver(shop, consumer_of(work, stack), replace(message(), attempt=attempt))
+
+    assert hand.outcomes == [Delivered()]
+    assert hand.dead == 1
+    assert (await shop.effects(), await shop.marks()) == ([], 0)
+    assert [type(event) for event in told] == [DeadLettered]
+
+
+async def test_a_failure_within_its_budget_is_no_dead_letter(shop: Shop) -> None:
+    """G9: it comes again."""
+
+    async def work(_: Message) -> None:
+        raise LookupError
+
+    stack = transactional(shop.store, consumer="stock", max_attempts=3)
+    hand = await deliver(shop, consumer_of(work, stack), replace(message(), attempt=2))
+
+    assert isinstance(hand.outcomes[0], Retry)
+    assert hand.dead == 0
+
+
+async def test_an_outage_makes_no_dead_letter(request: pytest.FixtureRequest) -> None:
+    """G13: however often the message has come, it is not its fault; on a pool of the caller's as well."""
+    import asyncpg  # noqa: PLC0415
+
+    nowhere = asyncpg.create_pool("postgresql://nobody@127.0.0.1:1/shop", min_size=0)
+    async with shop_on(PG, request) as shop, nowhere as pool:
+        letters = DeadLetterMiddleware(_Never(), max_attempts=3)
+        consumer = consumer_of(lambda _: shop.write(1), letters, TransactionMiddleware(pool))
+        hand = await deliver(shop, consumer, replace(message(), attempt=3))
+
+        assert isinstance(hand.outcomes[0], Retry)
+        with pytest.raises(StoreUnavailableError):
+            async with transactions_of(pool).begin():
+                pass
+
+
+class _Never:
+    async def bury(self, message: Message, error: str) -> None:
+        raise AssertionError(f"{message.id} was buried: {error}")

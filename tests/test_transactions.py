@@ -1,0 +1,1000 @@
+"""`transactions_for` and `SQLStore.transactions`: what is committed, what is rolled back, and who may use it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import aiosqlite
+import asyncmy
+import asyncpg
+import django  # type: ignore[import-untyped]
+import django.db.transaction  # type: ignore[import-untyped]
+import psycopg_pool
+import pytest
+import sqlalchemy
+from django.conf import settings  # type: ignore[import-untyped]
+from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.orm import sessionmaker
+
+from postroom import Message, Outbox
+from postroom.codec import JSONCodec
+from postroom.errors import (
+    CommitUnknownError,
+    ConfigurationError,
+    PostroomError,
+    StoreContentionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+    TransactionAbortedError,
+    TransactionClosedError,
+    UnknownConnectionError,
+)
+from postroom.handler import bound
+from postroom.middleware.transactional import TransactionMiddleware
+from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
+from postroom.stores.sql.transactions import transactions_for
+from postroom.testing.faults import FaultProxy
+from postroom.testing.waiting import until
+from postroom.transaction import Transaction, current_connection, current_transaction, entered, transactions_of
+
+if not settings.configured:
+    settings.configure(DATABASES={}, USE_TZ=True)
+    django.setup()
+
+#: A server is reached through a proxy of this test's own only where it is asked for.
+PG, MY, LITE = "postgres", "mariadb", "sqlite"
+
+
+# -- every kind of pool ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """A pool of some kind, and a way to look at its database from outside."""
+
+    kind: str
+    dsn: str
+    pool: Any
+    look: Callable[[str], Any]
+
+    @property
+    def family(self) -> str:
+        return family(self.kind)
+
+    async def run(self, transaction: Transaction, sql: str) -> None:
+        """Run a statement in a transaction, as an adapter would that knows its library."""
+        await transaction.do(_run_async if transactions_of(self.pool).is_async else _run, sql)  # type: ignore[attr-defined]
+
+    async def rows(self) -> list[int]:
+        return sorted(row[0] for row in await asyncio.to_thread(self.look, "SELECT id FROM business"))
+
+
+def _run(connection: Any, sql: str) -> None:  # noqa: ANN401
+    package = type(connection).__module__.partition(".")[0]
+    if package == "sqlalchemy":
+        connection.execute(sqlalchemy.text(sql))
+    elif package == "django":
+        with connection.cursor() as cursor:
+            cursor.execute(sql)
+    else:
+        connection.execute(sql)
+
+
+async def _run_async(connection: Any, sql: str) -> None:  # noqa: ANN401
+    package = type(connection).__module__.partition(".")[0]
+    if package == "sqlalchemy":
+        await connection.execute(sqlalchemy.text(sql))
+    elif package == "asyncmy":
+        async with connection.cursor() as cursor:
+            await cursor.execute(sql)
+    else:
+        await connection.execute(sql)
+
+
+def family(kind: str) -> str:
+    return kind.partition("-")[0]
+
+
+KINDS = (
+    "postgres-asyncpg",
+    "postgres-psycopg",
+    "postgres-psycopg-sync",
+    "postgres-engine-asyncpg",
+    "postgres-engine-psycopg",
+    "postgres-session-asyncpg",
+    "postgres-engine-sync",
+    "postgres-session-sync",
+    "postgres-store-asyncpg",
+    "postgres-store-psycopg",
+    "postgres-django",
+    "mariadb-asyncmy",
+    "mariadb-store",
+    "mariadb-engine-asyncmy",
+    "mariadb-engine-sync",
+    "sqlite-path",
+    "sqlite-connection",
+    "sqlite-aiosqlite",
+    "sqlite-store",
+    "sqlite-engine-sync",
+    "sqlite-django",
+)
+SERVERS = tuple(kind for kind in KINDS if family(kind) != LITE)
+POSTGRES = tuple(kind for kind in KINDS if family(kind) == PG)
+MARIADB = tuple(kind for kind in KINDS if family(kind) == MY)
+
+_SYNC_DRIVERS = {PG: "postgresql+psycopg", MY: "mysql+pymysql", LITE: "sqlite"}
+
+
+@asynccontextmanager
+async def pool_on(kind: str, dsn: str) -> AsyncGenerator[Any]:  # noqa: C901, PLR0912 -- a line for each kind
+    """Open a pool of some kind."""
+    pool: Any
+    where, _, shape = kind.partition("-")
+    url = sqlalchemy.make_url(f"sqlite:///{dsn}" if where == LITE else dsn)
+    if shape == "asyncpg":
+        async with asyncpg.create_pool(dsn, min_size=0, max_size=2) as pool:
+            yield pool
+    elif shape == "psycopg":
+        async with psycopg_pool.AsyncConnectionPool(dsn, min_size=1, max_size=2, open=False) as pool:
+            yield pool
+    elif shape == "psycopg-sync":
+        with psycopg_pool.ConnectionPool(dsn, min_size=1, max_size=2, open=True) as pool:
+            yield pool
+    elif shape == "asyncmy":
+        pool = await asyncmy.create_pool(
+            minsize=0, maxsize=2, host=url.host, port=url.port, user=url.username or "root", db=url.database
+        )
+        yield pool
+        pool.close()
+        await pool.wait_closed()
+    elif shape.endswith("-sync"):
+        engine = sqlalchemy.create_engine(url.set(drivername=_SYNC_DRIVERS[where]))
+        yield sessionmaker(engine) if shape.startswith("session") else engine
+        engine.dispose()
+    elif shape.startswith(("engine", "session")):
+        scheme = "mysql" if where == MY else "postgresql"
+        async_engine = create_async_engine(url.set(drivername=f"{scheme}+{shape.partition('-')[2]}"))
+        yield async_sessionmaker(async_engine) if shape.startswith("session") else async_engine
+        await async_engine.dispose()
+    elif shape.startswith("store"):
+        store = _store(kind, dsn)
+        yield store
+        await store.close()
+    elif shape == "django":
+        with django_on(where, url) as atomic:
+            yield atomic
+    elif shape == "path":
+        yield dsn
+    elif shape == "connection":
+        with contextlib.closing(sqlite3.connect(dsn, check_same_thread=False)) as connection:
+            yield connection
+    else:
+        async with aiosqlite.connect(dsn) as connection:
+            yield connection
+
+
+def _store(kind: str, dsn: str) -> PostgresStore | MySQLStore | SQLiteStore:
+    if family(kind) == PG:
+        return PostgresStore(dsn, driver="psycopg" if kind.endswith("psycopg") else "asyncpg", connections=2)
+    return MySQLStore(dsn, connections=2) if family(kind) == MY else SQLiteStore(dsn)
+
+
+@contextlib.contextmanager
+def django_on(where: str, url: sqlalchemy.URL) -> Any:  # noqa: ANN401
+    options = (
+        {"ENGINE": "django.db.backends.sqlite3", "NAME": url.database}
+        if where == LITE
+        else {
+            "ENGINE": "django.db.backends.postgresql",
+            "NAME": url.database,
+            "USER": url.username,
+            "HOST": url.host,
+            "PORT": url.port,
+        }
+    )
+    alias = f"a{uuid4().hex}"
+    known = django.db.connections
+    known.databases[alias] = known.configure_settings({"default": {}, alias: options})[alias]
+    try:
+        yield partial(django.db.transaction.atomic, using=alias)
+    finally:
+        del known.databases[alias]
+
+
+TABLE = {
+    PG: "CREATE TABLE business (id int PRIMARY KEY, again int UNIQUE DEFERRABLE INITIALLY DEFERRED)",
+    MY: "CREATE TABLE business (id int PRIMARY KEY, again int) ENGINE = InnoDB",
+    LITE: "CREATE TABLE business (id int PRIMARY KEY, again int)",
+}
+
+
+def asking(where: str, dsn: str) -> Callable[[str], Any]:
+    """Return what runs a statement apart from the pool."""
+    url = sqlalchemy.make_url(f"sqlite:///{dsn}" if where == LITE else dsn).set(drivername=_SYNC_DRIVERS[where])
+
+    def ask(sql: str) -> Any:  # noqa: ANN401
+        engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
+        with engine.begin() as connection:
+            answer = connection.execute(sqlalchemy.text(sql))
+            return answer.fetchall() if answer.returns_rows else None
+
+    return ask
+
+
+@asynccontextmanager
+async def world_of(kind: str, request: pytest.FixtureRequest) -> AsyncGenerator[World]:
+    names = {PG: "postgres_dsn", MY: "mariadb_dsn", LITE: "sqlite_path"}
+    dsn = str(request.getfixturevalue(names[family(kind)]))
+    ask = asking(family(kind), dsn)
+    await asyncio.to_thread(ask, TABLE[family(kind)])
+    async with pool_on(kind, dsn) as pool:
+        yield World(kind, dsn, pool, ask)
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> str:
+    """The kind of pool, for tests that name their own."""
+    return str(request.param)
+
+
+@pytest.fixture
+async def world(request: pytest.FixtureRequest, kind: str) -> AsyncIterator[World]:
+    """A pool of each kind in turn."""
+    async with world_of(kind, request) as opened:
+        yield opened
+
+
+every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
+every_server = pytest.mark.parametrize("kind", SERVERS, indirect=True)
+every_postgres = pytest.mark.parametrize("kind", POSTGRES, indirect=True)
+every_mariadb = pytest.mark.parametrize("kind", MARIADB, indirect=True)
+
+
+class Interruption(BaseException):
+    """As KeyboardInterrupt is: no Exception."""
+
+
+# -- begin, commit, roll back ----------------------------------------------------------------------------------
+
+
+@every_kind
+async def test_a_block_that_ends_well_is_committed(world: World) -> None:
+    """F-14: and nobody sees anything of it before; what waits for the commit is called once after it."""
+    transactions = transactions_of(world.pool)
+    seen: list[str] = []
+
+    async with transactions.begin() as transaction:
+        await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+        transaction.after_commit(lambda: seen.append("committed"))
+        before = list(seen)
+
+    assert before == []
+    assert seen == ["committed"]
+    assert await world.rows() == [1]
+
+
+@every_kind
+@pytest.mark.parametrize("error", [LookupError, asyncio.CancelledError, Interruption, TimeoutError])
+async def test_whatever_a_block_raises_rolls_it_back(world: World, error: type[BaseException]) -> None:
+    """F-14, F-15, F-20: more often than the pool has connections, and it can be used after it."""
+    transactions = transactions_of(world.pool)
+    seen: list[str] = []
+
+    for _ in range(3):
+        with pytest.raises(error):
+            async with transactions.begin() as transaction:
+                await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+                transaction.after_commit(lambda: seen.append("committed"))
+                raise error
+    async with transactions.begin() as transaction:
+        await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+
+    assert seen == []
+    assert await world.rows() == [2]
+
+
+@every_kind
+async def test_a_transaction_cannot_be_used_after_its_end(world: World) -> None:
+    """F-17: what comes late must not be written alone."""
+    transactions = transactions_of(world.pool)
+
+    async with transactions.begin() as transaction:
+        pass
+
+    with pytest.raises(TransactionClosedError):
+        _ = transaction.connection
+    with pytest.raises(TransactionClosedError):
+        transaction.after_commit(print)
+    with pytest.raises(TransactionClosedError):
+        await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+    with entered(transaction), pytest.raises(TransactionClosedError):
+        current_connection("fallback")
+    assert await world.rows() == []
+
+
+@every_kind
+async def test_an_adapter_finds_the_connection_of_its_transaction(world: World) -> None:
+    """F-12, F-13: and outside of one it gets its own back."""
+    transactions = transactions_of(world.pool)
+
+    async with transactions.begin() as transaction:
+        with entered(transaction):
+            inside = current_connection("fallback")
+            found = current_transaction()
+        held = transaction.connection
+
+    assert inside is held
+    assert found is transaction
+    assert current_connection("fallback") == "fallback"
+
+
+@every_kind
+async def test_a_savepoint_is_undone_alone(world: World) -> None:
+    """F-14: what came before and after it stays; one that ends well is kept."""
+    transactions = transactions_of(world.pool)
+
+    async with transactions.begin() as transaction:
+        await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+        with suppress(LookupError):
+            async with transactions.savepoint(transaction):
+                await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+                raise LookupError
+        async with transactions.savepoint(transaction):
+            await world.run(transaction, "INSERT INTO business (id) VALUES (3)")
+
+    assert await world.rows() == [1, 3]
+
+
+@every_kind
+async def test_a_statement_that_fails_in_a_savepoint_does_not_spoil_the_rest(world: World) -> None:
+    """F-14: also on PostgreSQL, where an error ends everything else."""
+    transactions = transactions_of(world.pool)
+
+    async with transactions.begin() as transaction:
+        await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+        with suppress(Exception):
+            async with transactions.savepoint(transaction):
+                await world.run(transaction, "SELECT * FROM no_such_table")
+        await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+
+    assert await world.rows() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["postgres-asyncpg", "mariadb-asyncmy", "postgres-engine-psycopg"], indirect=True)
+async def test_a_savepoint_that_cannot_be_undone_dooms_the_transaction(world: World) -> None:
+    """G1: whoever catches a time-out of a nested handler must not commit half of it."""
+    transactions = transactions_of(world.pool)
+
+    with pytest.raises(TransactionAbortedError):
+        async with transactions.begin() as transaction:
+            with suppress(TimeoutError):
+                async with transactions.savepoint(transaction):
+                    await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+                    raise TimeoutError
+
+    assert await world.rows() == []
+
+
+async def test_a_callback_that_fails_is_logged_and_the_others_are_called(
+    sqlite_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """G12: an error after the commit must not look like a commit that failed."""
+    seen: list[int] = []
+
+    with caplog.at_level(logging.ERROR, "postroom"):
+        async with transactions_for(sqlite_path).begin() as transaction:
+            transaction.after_commit(lambda: 1 / 0)
+            transaction.after_commit(lambda: seen.append(1))
+
+    assert seen == [1]
+    assert "after a commit failed" in caplog.text
+
+
+# -- plain libraries and threads -------------------------------------------------------------------------------
+
+
+def here() -> str:
+    return threading.current_thread().name
+
+
+SYNC = tuple(kind for kind in KINDS if kind.endswith(("-sync", "django", "path", "connection", "sqlite-store")))
+
+
+@pytest.mark.parametrize("kind", SYNC, indirect=True)
+async def test_a_plain_library_works_on_one_thread_that_is_used_again(world: World) -> None:
+    """F-14: never on the event loop's; Django's connections, for one, belong to threads."""
+    transactions = transactions_of(world.pool)
+    threads: list[str] = []
+
+    for number in range(3):
+        async with transactions.begin() as transaction:
+            threads += [await transaction.call(here), await transaction.call(here)]
+            await world.run(transaction, f"INSERT INTO business (id) VALUES ({number})")
+
+    assert len(set(threads)) == 1
+    assert threads[0] != here()
+    assert await world.rows() == [0, 1, 2]
+
+
+@every_kind
+async def test_a_plain_handler_sees_the_transaction_of_its_message(world: World) -> None:
+    """F-13, F-18: on whatever thread it runs; for an async library it only finds the transaction."""
+    middleware = TransactionMiddleware(world.pool)
+    is_async = transactions_of(world.pool).is_async  # type: ignore[attr-defined]
+    found: list[object] = []
+
+    def handle(message: Message) -> None:
+        transaction = current_transaction()
+        found.append(transaction)
+        if not is_async:
+            _run(transaction.connection, "INSERT INTO business (id) VALUES (1)")
+
+    call = bound(handle, JSONCodec())
+
+    async def call_next(message: Message) -> list[Message]:
+        await call(message)
+        found.append(current_transaction())
+        return []
+
+    await middleware(Message(topic="t", payload=b"{}"), call_next)
+
+    assert found[0] is found[1]
+    assert await world.rows() == ([] if is_async else [1])
+
+
+async def test_a_connection_that_is_bound_to_its_thread_is_refused(sqlite_path: Path) -> None:
+    """S4-03: the error says how to open it."""
+    connection = sqlite3.connect(sqlite_path)
+
+    with pytest.raises(ConfigurationError, match="check_same_thread=False"):
+        async with transactions_for(connection).begin():
+            pass
+
+    connection.close()
+
+
+async def test_transactions_on_one_file_wait_for_each_other(sqlite_path: Path) -> None:
+    """F-25: in order and off the event loop, however many there are."""
+    transactions = transactions_for(sqlite_path)
+    async with transactions.begin() as transaction:
+        transaction.connection.execute(TABLE[LITE])
+
+    async def add(number: int) -> None:
+        async with transactions.begin() as transaction:
+            await transaction.do(_run, f"INSERT INTO business (id) VALUES ({number})")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(add(number) for number in range(20)))
+
+    async with transactions.begin() as transaction:
+        assert transaction.connection.execute("SELECT count(*) FROM business").fetchone() == (20,)
+        assert transaction.connection.execute("PRAGMA synchronous").fetchone() == (2,)
+
+
+# -- which pools are known -------------------------------------------------------------------------------------
+
+
+@every_kind
+async def test_one_pool_has_one_way_to_open_transactions(world: World) -> None:
+    """F-14: that is how a nested handler knows the transaction it may join."""
+    assert transactions_of(world.pool) is transactions_of(world.pool)
+
+
+@pytest.mark.parametrize(
+    "pool", [object(), "postgresql://localhost/shop", ":memory:", print], ids=["object", "url", "memory", "function"]
+)
+def test_what_is_no_pool_is_refused(pool: object) -> None:
+    """S4-03: the error names what is accepted."""
+    with pytest.raises(UnknownConnectionError, match="asyncpg's Pool"):
+        transactions_for(pool)
+
+
+async def test_a_database_that_is_down_is_an_error_of_the_store() -> None:
+    """F-15, G13: so that no message becomes a dead letter for it."""
+    nowhere = "postgresql://nobody@127.0.0.1:1/shop"
+    engine = sqlalchemy.create_engine(nowhere.replace("postgresql", "postgresql+psycopg"))
+    async with asyncpg.create_pool(nowhere, min_size=0) as pool:
+        for source in (pool, engine, PostgresStore(nowhere), PostgresStore(nowhere, driver="psycopg")):
+            with pytest.raises(StoreUnavailableError):
+                async with transactions_of(source).begin():
+                    pass
+
+
+# -- how COMMIT may end ----------------------------------------------------------------------------------------
+
+
+@every_postgres
+async def test_an_error_that_was_caught_does_not_pass_for_a_commit(world: World) -> None:
+    """G1, G12: PostgreSQL answers the COMMIT of a failed transaction with ROLLBACK."""
+    transactions = transactions_of(world.pool)
+    seen: list[int] = []
+    async with transactions.begin() as transaction:  # which teaches how to hear the answer
+        await world.run(transaction, "SELECT 1")
+
+    for _ in range(3):
+        with pytest.raises(TransactionAbortedError):
+            async with transactions.begin() as transaction:
+                await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+                transaction.after_commit(lambda: seen.append(1))
+                with suppress(Exception):
+                    await world.run(transaction, "SELECT * FROM no_such_table")
+
+    assert seen == []
+    assert await world.rows() == []
+
+
+@every_postgres
+async def test_a_commit_that_the_database_refuses_is_told_as_the_library_tells_it(world: World) -> None:
+    """F-15, G12: a rule that is checked by COMMIT; the connection can be used again."""
+    transactions = transactions_of(world.pool)
+
+    for _ in range(3):
+        with pytest.raises(Exception, match="duplicate key") as caught:
+            async with transactions.begin() as transaction:
+                await world.run(transaction, "INSERT INTO business VALUES (1, 7), (2, 7)")
+        assert not isinstance(caught.value, CommitUnknownError)
+
+    assert await world.rows() == []
+
+
+# With a driver that begins a transaction by itself, nothing tells a ROLLBACK by hand from one that has done nothing.
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in SERVERS if family(kind) == MY or not kind.endswith(("-sync", "engine-psycopg", "django"))],
+    indirect=True,
+)
+async def test_a_handler_that_ends_the_transaction_by_hand_is_found_out(world: World) -> None:
+    """G1: what it did after that was no longer part of it."""
+    transactions = transactions_of(world.pool)
+
+    with pytest.raises(TransactionAbortedError):
+        async with transactions.begin() as transaction:
+            await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+            await world.run(transaction, "ROLLBACK")
+
+    assert await world.rows() == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "engine" in kind or "session" in kind], indirect=True)
+async def test_a_handler_that_ends_the_transaction_of_sqlalchemy_is_found_out(world: World) -> None:
+    """G1: SQLAlchemy would begin the next one by itself."""
+    transactions = transactions_of(world.pool)
+
+    with pytest.raises(TransactionAbortedError):
+        async with transactions.begin() as transaction:
+            await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+            await transaction.do(lambda connection: connection.rollback())
+            await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+
+    assert await world.rows() == []
+
+
+def through(dsn: str, proxy: FaultProxy) -> str:
+    url = urlsplit(dsn)
+    user = f"{url.username}@" if url.username else ""
+    return url._replace(netloc=f"{user}127.0.0.1:{proxy.port}").geturl()
+
+
+NO_TLS = {"postgres-engine-asyncpg": "?ssl=disable", "postgres-session-asyncpg": "?ssl=disable"}
+
+
+@asynccontextmanager
+async def faulty(kind: str, request: pytest.FixtureRequest) -> AsyncGenerator[tuple[World, FaultProxy]]:
+    """A pool whose connections go through a proxy."""
+    dsn = str(request.getfixturevalue("postgres_dsn" if family(kind) == PG else "mariadb_dsn"))
+    ask = asking(family(kind), dsn)
+    await asyncio.to_thread(ask, TABLE[family(kind)])
+    url = urlsplit(dsn)
+    async with FaultProxy(str(url.hostname), url.port or 0) as proxy:
+        default = "" if kind == "postgres-django" or family(kind) == MY else "?sslmode=disable"
+        async with pool_on(kind, through(dsn, proxy) + NO_TLS.get(kind, default)) as pool:
+            yield World(kind, dsn, pool, ask), proxy
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_a_commit_without_an_answer_is_called_unknown(kind: str, request: pytest.FixtureRequest) -> None:
+    """G12: it was stored here, and nobody was told; the pool can be used after it."""
+    async with faulty(kind, request) as (world, proxy):
+        transactions = transactions_of(world.pool)
+        seen: list[int] = []
+        async with transactions.begin() as transaction:
+            await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+
+        with pytest.raises(CommitUnknownError) as caught:
+            async with transactions.begin() as transaction:
+                await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+                transaction.after_commit(lambda: seen.append(1))
+                proxy.drop_reply(b"COMMIT")
+        proxy.heal()
+
+        assert caught.value.__cause__ is not None
+        assert seen == []
+        with pytest.raises(ConfigurationError, match="nothing tells"):
+            await caught.value.resolve()
+
+        async def is_back() -> bool:
+            try:
+                async with transactions.begin() as transaction:
+                    await world.run(transaction, "INSERT INTO business (id) VALUES (3)")
+            except StoreUnavailableError:
+                return False
+            return True
+
+        await until(is_back, "a new connection")
+        assert await world.rows() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_a_cancelled_commit_is_waited_for(kind: str, request: pytest.FixtureRequest) -> None:
+    """F-20, G12: then the cancellation goes on, and what was committed is told to those who wait for it."""
+    async with faulty(kind, request) as (world, proxy):
+        transactions = transactions_of(world.pool)
+        seen: list[int] = []
+        is_committing = asyncio.Event()
+
+        async def work() -> None:
+            async with transactions.begin() as transaction:
+                await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+                transaction.after_commit(lambda: seen.append(1))
+                proxy.black_hole("replies")
+                is_committing.set()
+
+        task = asyncio.create_task(work())
+        await is_committing.wait()
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        proxy.heal()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+        assert seen == [1]
+        assert await world.rows() == [1]
+        async with transactions.begin() as transaction:
+            await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+
+
+@pytest.mark.parametrize("kind", ["postgres-asyncpg", "postgres-psycopg", "postgres-store-asyncpg", "mariadb-asyncmy"])
+async def test_a_cancelled_commit_is_not_waited_for_without_end(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G11: a connection that answers nothing is broken, and never used again."""
+    monkeypatch.setattr("postroom.stores.sql.transactions.block.PATIENCE", 0.1)
+    async with faulty(kind, request) as (world, proxy):
+        transactions = transactions_of(world.pool)
+        accepted = 0
+
+        async def work() -> None:
+            nonlocal accepted
+            async with transactions.begin() as transaction:
+                await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+                proxy.black_hole()
+                accepted = proxy.accepted
+
+        async with asyncio.timeout(20):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await work()
+            proxy.heal()
+            async with transactions.begin() as transaction:
+                await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+        assert proxy.accepted > accepted
+
+
+@every_server
+async def test_a_handler_that_is_cancelled_in_a_statement_leaves_no_lock_behind(world: World) -> None:
+    """F-20: and its connection does not go back to the pool as it is."""
+    transactions = transactions_of(world.pool)
+    async with transactions.begin() as transaction:
+        await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+    pause = "SELECT pg_sleep(0.3)" if world.family == PG else "SELECT sleep(0.3)"
+
+    async def work() -> None:
+        async with transactions.begin() as transaction:
+            await world.run(transaction, "UPDATE business SET again = 1 WHERE id = 1")
+            await world.run(transaction, pause)
+
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await work()
+
+    async def is_free() -> bool:
+        async with transactions.begin() as transaction:
+            await world.run(transaction, "UPDATE business SET again = 2 WHERE id = 1")
+        return True
+
+    await until(is_free, "the end of the lock")
+    assert await asyncio.to_thread(world.look, "SELECT again FROM business") == [(2,)]
+
+
+# -- contention ------------------------------------------------------------------------------------------------
+
+
+@every_postgres
+async def test_a_serialization_failure_runs_the_whole_handler_again(world: World) -> None:
+    """F-14, G7: in a new transaction, which sees what stood in the way."""
+    middleware = TransactionMiddleware(world.pool)
+    await asyncio.to_thread(world.look, "INSERT INTO business (id, again) VALUES (1, 0)")
+    runs: list[Transaction] = []
+
+    async def handle(message: Message) -> list[Message]:
+        transaction = current_transaction()
+        runs.append(transaction)
+        await world.run(transaction, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        await world.run(transaction, "SELECT again FROM business")
+        await world.run(transaction, f"INSERT INTO business (id) VALUES ({len(runs) + 10})")
+        if len(runs) == 1:
+            await asyncio.to_thread(world.look, "UPDATE business SET again = 5")
+        await world.run(transaction, "UPDATE business SET again = again + 1 WHERE id = 1")
+        return []
+
+    await middleware(Message(topic="t", payload=b""), handle)
+
+    assert len(runs) == 2
+    assert runs[0] is not runs[1]
+    assert await world.rows() == [1, 12]
+    assert await asyncio.to_thread(world.look, "SELECT again FROM business WHERE id = 1") == [(6,)]
+
+
+@every_postgres
+async def test_contention_that_does_not_end_is_told_after_a_few_tries(world: World) -> None:
+    """F-15: as an error of the store, with the library's own chained."""
+    middleware = TransactionMiddleware(world.pool, retries=2)
+    runs = 0
+
+    async def handle(message: Message) -> list[Message]:
+        nonlocal runs
+        runs += 1
+        await world.run(current_transaction(), "DO $$ BEGIN RAISE SQLSTATE '40P01'; END $$")
+        return []
+
+    with pytest.raises(StoreContentionError) as caught:
+        await middleware(Message(topic="t", payload=b""), handle)
+
+    assert runs == 3
+    assert caught.value.__cause__ is not None
+
+
+@every_mariadb
+async def test_waiting_too_long_for_a_lock_rolls_back_everything(world: World) -> None:
+    """F-20, G7: by itself 1205 undoes only its own statement."""
+    transactions = transactions_of(world.pool)
+    await asyncio.to_thread(world.look, "INSERT INTO business (id, again) VALUES (1, 0)")
+
+    async with asyncio.timeout(30):
+        async with transactions.begin() as holder:
+            await world.run(holder, "UPDATE business SET again = 1 WHERE id = 1")
+            with pytest.raises(StoreContentionError):
+                async with transactions.begin() as transaction:
+                    await world.run(transaction, "SET SESSION innodb_lock_wait_timeout = 1")
+                    await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+                    await world.run(transaction, "UPDATE business SET again = 2 WHERE id = 1")
+
+    assert await world.rows() == [1]
+
+
+@every_mariadb
+async def test_a_deadlock_that_was_caught_does_not_pass_for_a_commit(world: World) -> None:
+    """G1, G12: the server has rolled back everything, and would commit what comes after it."""
+    transactions = transactions_of(world.pool)
+    await asyncio.to_thread(world.look, "INSERT INTO business (id, again) VALUES (1, 0), (2, 0)")
+    both = asyncio.Barrier(2)
+
+    async def work(first: int, second: int) -> str:
+        try:
+            async with transactions.begin() as transaction:
+                await world.run(transaction, f"UPDATE business SET again = {first} WHERE id = {first}")
+                await both.wait()
+                caught = False
+                try:
+                    await world.run(transaction, f"UPDATE business SET again = {first} WHERE id = {second}")
+                except Exception:  # noqa: BLE001 -- as a careless handler does
+                    caught = True
+                await world.run(transaction, f"INSERT INTO business (id) VALUES ({first + 10})")
+        except TransactionAbortedError:
+            return "aborted" if caught else "?"
+        return "committed"
+
+    ends = await asyncio.gather(work(1, 2), work(2, 1))
+
+    assert sorted(ends) == ["aborted", "committed"]
+    winner = 1 + ends.index("committed")
+    assert {row[0] for row in await asyncio.to_thread(world.look, "SELECT again FROM business WHERE id < 10")} == {
+        winner
+    }
+
+
+async def test_a_file_that_is_locked_by_another_is_contention(sqlite_path: Path) -> None:
+    """F-15: told after the time that SQLite waits."""
+    with contextlib.closing(sqlite3.connect(sqlite_path, isolation_level=None)) as other:
+        store = SQLiteStore(sqlite_path)
+        store._driver._busy_timeout /= 100  # type: ignore[attr-defined]  # noqa: SLF001
+        transactions = store.transactions()
+        async with transactions.begin():
+            pass
+        other.execute("BEGIN IMMEDIATE")
+
+        with pytest.raises(StoreContentionError):
+            async with transactions.begin():
+                pass
+        await store.close()
+
+
+# -- nested ----------------------------------------------------------------------------------------------------
+
+
+@every_kind
+async def test_a_nested_handler_joins_the_transaction_of_its_pool(world: World) -> None:
+    """F-14: both are committed together, or neither."""
+    outer, inner = TransactionMiddleware(world.pool), TransactionMiddleware(world.pool)
+    found: list[Transaction] = []
+    message = Message(topic="t", payload=b"")
+
+    async def nested(message: Message) -> list[Message]:
+        found.append(current_transaction())
+        await world.run(current_transaction(), "INSERT INTO business (id) VALUES (1)")
+        return []
+
+    async def handle(message: Message) -> list[Message]:
+        found.append(current_transaction())
+        await inner(message, nested)
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        await outer(message, handle)
+
+    assert found[0] is found[1]
+    assert await world.rows() == []
+
+
+@every_kind
+async def test_a_nested_handler_may_have_a_savepoint(world: World) -> None:
+    """F-14: its failure is its own, if the outer handler goes on."""
+    outer, inner = TransactionMiddleware(world.pool), TransactionMiddleware(world.pool, nested="savepoint")
+    message = Message(topic="t", payload=b"")
+
+    async def nested(message: Message) -> list[Message]:
+        await world.run(current_transaction(), "INSERT INTO business (id) VALUES (1)")
+        raise LookupError
+
+    async def handle(message: Message) -> list[Message]:
+        with suppress(LookupError):
+            await inner(message, nested)
+        await world.run(current_transaction(), "INSERT INTO business (id) VALUES (2)")
+        return []
+
+    await outer(message, handle)
+
+    assert await world.rows() == [2]
+
+
+async def test_a_transaction_on_another_pool_is_its_own(postgres_dsn: str) -> None:
+    """F-14: it is committed although the outer one is not."""
+    await asyncio.to_thread(asking(PG, postgres_dsn), TABLE[PG])
+    async with pool_on("postgres-asyncpg", postgres_dsn) as first, pool_on("postgres-psycopg", postgres_dsn) as second:
+        outer, inner = TransactionMiddleware(first), TransactionMiddleware(second)
+
+        async def nested(message: Message) -> list[Message]:
+            await _run_async(current_connection(second), "INSERT INTO business (id) VALUES (1)")
+            return []
+
+        async def handle(message: Message) -> list[Message]:
+            await inner(message, nested)
+            await _run_async(current_connection(first), "INSERT INTO business (id) VALUES (2)")
+            raise LookupError
+
+        with pytest.raises(LookupError):
+            await outer(Message(topic="t", payload=b""), handle)
+
+    assert await asyncio.to_thread(asking(PG, postgres_dsn), "SELECT id FROM business") == [(1,)]
+
+
+# -- connections of a store ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["postgres-store-asyncpg", "postgres-store-psycopg"], indirect=True)
+async def test_a_handler_has_a_session_with_the_settings_of_its_server(world: World) -> None:
+    """F-14: but for what durability asks for; our own statements have plans that others need not."""
+    async with transactions_of(world.pool).begin() as transaction:
+        found = {}
+        for name in ("enable_seqscan", "plan_cache_mode", "synchronous_commit"):
+            answer = await world.pool._driver.execute(transaction.connection, _show(name))  # noqa: SLF001
+            found[name] = answer.rows[0][0]
+
+    assert found == {"enable_seqscan": "on", "plan_cache_mode": "auto", "synchronous_commit": "on"}
+
+
+def _show(name: str) -> Any:  # noqa: ANN401
+    from postroom.stores.sql.statement import Statement  # noqa: PLC0415
+
+    return Statement(f"SHOW {name}", {}, returns=True)
+
+
+@pytest.mark.parametrize("kind", ["postgres-store-asyncpg", "postgres-store-psycopg", "mariadb-store"], indirect=True)
+async def test_handlers_do_not_hold_up_the_store(world: World) -> None:
+    """G11: their connections are as many, and others; one more handler waits, and not for ever."""
+    store = world.pool
+    await store.apply_schema()
+    transactions = store.transactions()
+
+    async with transactions.begin(), transactions.begin():
+        stats = await store.stats()
+        store._driver._transactions.link = partial(_impatient, store)  # noqa: SLF001
+        with pytest.raises(StoreTimeoutError):
+            async with transactions.begin():
+                pass
+
+    assert stats.pending == 0
+
+
+def _impatient(store: Any) -> Any:  # noqa: ANN401
+    from datetime import timedelta  # noqa: PLC0415
+
+    from postroom.stores.sql.driver import _Lent  # noqa: PLC0415
+
+    return store._driver.link(_Lent(store._driver, timedelta(milliseconds=50)))  # noqa: SLF001
+
+
+@pytest.mark.parametrize("kind", ["postgres-store-asyncpg", "postgres-store-psycopg", "mariadb-store"])
+async def test_a_closed_store_leaves_no_connection_of_a_handler_open(kind: str, request: pytest.FixtureRequest) -> None:
+    """G11: also of a handler that was at work when it was closed."""
+    async with faulty(kind, request) as (world, proxy):
+        transactions = transactions_of(world.pool)
+        async with transactions.begin(), transactions.begin():
+            pass
+        assert proxy.open == 2
+        async with transactions.begin():
+            await world.pool.close()
+
+        await until(lambda: proxy.open == 0, "the end of the connections")
+
+
+# -- Outbox.transaction goes the same way ----------------------------------------------------------------------
+
+
+ASYNC_POOLS = ("postgres-asyncpg", "postgres-psycopg", "postgres-engine-asyncpg", "mariadb-asyncmy")
+
+
+@pytest.mark.parametrize("kind", ASYNC_POOLS, indirect=True)
+async def test_a_transaction_of_the_outbox_tells_errors_as_the_library_does(world: World) -> None:
+    """G12: what a service does about the errors of its own library goes on to work."""
+    sqlstate = "DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"
+    sql = sqlstate if world.family == PG else "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213"
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011 -- each library has its own
+        async with Outbox().transaction(world.pool) as connection:
+            await _run_async(connection, "INSERT INTO business (id) VALUES (1)")
+            await _run_async(connection, sql)
+
+    assert not isinstance(caught.value, PostroomError)
+    with pytest.raises(StoreContentionError):
+        async with transactions_of(world.pool).begin() as transaction:
+            await world.run(transaction, sql)
+    assert await world.rows() == []
+
+
+@pytest.mark.parametrize("kind", ASYNC_POOLS, indirect=True)
+async def test_a_transaction_of_the_outbox_wakes_after_its_commit(world: World) -> None:
+    """S2-34: on every async pool."""
+    seen: list[int] = []
+
+    async with Outbox(wake=lambda: seen.append(1)).transaction(world.pool) as connection:
+        await _run_async(connection, "INSERT INTO business (id) VALUES (1)")
+        before = list(seen)
+
+    assert (before, seen) == ([], [1])
+    assert await world.rows() == [1]
