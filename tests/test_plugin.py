@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,6 +34,105 @@ def test_records(postgres_server, postgres_dsn, number):
     assert postgres_server.query("SELECT 1") == "1"
     line = f"{os.getpid()} {postgres_server.dsn} {postgres_dsn}"
     (pathlib.Path(os.environ["RECORDS"]) / str(number)).write_text(line)
+"""
+
+USER_SUITE = """
+import asyncio
+from datetime import timedelta
+from postroom import Message, Outbox
+from postroom.stores import MemoryStore
+from postroom.testing.published import Published
+
+def place_order(connection, outbox, order_id):
+    connection.execute("INSERT INTO orders VALUES (?)", (order_id,))
+    outbox.add(connection, {"order_id": order_id}, topic="orders", key=str(order_id))
+
+def test_an_order_is_announced(outbox, published):
+    outbox.connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY)")
+    with outbox.connection as connection:
+        place_order(connection, outbox, 42)
+    assert [message.key for message in asyncio.run(published.drain())] == ["42"]
+    assert asyncio.run(published.drain()) == []
+    with outbox.connection as connection:
+        place_order(connection, outbox, 43)
+    assert [message.key for message in asyncio.run(published.drain())] == ["43"]
+    assert [message.key for message in published.received] == ["42", "43"]
+
+def test_what_is_rolled_back_is_not_announced(outbox, published):
+    try:
+        with outbox.connection as connection:
+            outbox.add(connection, {"order_id": 42}, topic="orders")
+            raise ValueError
+    except ValueError:
+        pass
+    assert asyncio.run(published.drain()) == []
+
+def test_the_store_can_be_asked(outbox):
+    with outbox.connection as connection:
+        outbox.add(connection, {"order_id": 42}, topic="orders")
+    async def pending():
+        stats = await outbox.store.stats()
+        await outbox.store.close()
+        return stats.pending
+    assert asyncio.run(pending()) == 1
+    assert outbox.path.exists()
+
+def test_a_reminder_comes_after_an_hour(virtual_clock):
+    store = MemoryStore(clock=virtual_clock)
+    published = Published(store)
+    with store.transaction() as transaction:
+        Outbox().add(transaction, {}, topic="reminders", delay=timedelta(hours=1))
+    assert asyncio.run(published.drain()) == []
+    virtual_clock.advance(timedelta(hours=1))
+    assert len(asyncio.run(published.drain())) == 1
+"""
+
+# What the page for users takes as given.
+GIVEN = """
+import sqlite3
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from postroom import Message, Outbox, Router, current_transaction
+from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
+
+dsn = "postgresql://localhost/shop"
+path = Path("stock.sqlite3")
+store = SQLiteStore(path)
+router = Router()
+order_placed = Message(topic="orders", type="order.placed", payload=b'{"item": "chair"}')
+
+def place_order(connection, outbox, order_id):
+    outbox.add(connection, {"order_id": order_id}, topic="orders", type="order.placed")
+
+@router.on("order.placed")
+async def reserve(order: dict[str, str]) -> None:
+    await current_transaction().do(sqlite3.Connection.execute, "INSERT INTO stock VALUES (?)", (order["item"],))
+
+def run(statement):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        return connection.execute(statement).fetchall()
+
+def read_stock():
+    return run("SELECT item FROM stock")
+
+def clear_stock():
+    run("DELETE FROM stock")
+
+run("CREATE TABLE stock (item TEXT)")
+with closing(sqlite3.connect(path)) as connection:
+    SQLiteStore.create_tables(connection)
+"""
+
+OWN_FIXTURES = """
+import pytest
+
+@pytest.fixture
+def outbox():
+    return "mine"
+
+def test_uses_its_own(outbox):
+    assert outbox == "mine"
 """
 
 
@@ -164,3 +264,34 @@ def test_an_sqlite_path_leads_to_no_file_yet(sqlite_path: Path) -> None:
 
 def test_a_mariadb_database_is_empty_and_ready(mariadb_dsn: str) -> None:
     assert MariaDBClient(mariadb_dsn).query("SHOW TABLES") == ""
+
+
+class TestFixturesForApplications:
+    def test_serve_a_small_suite(self, run: pytest.Pytester) -> None:
+        """S2-01, S2-21: what is committed is delivered, what is rolled back is not; each test has its own."""
+        run.makepyfile(USER_SUITE)
+
+        run.runpytest_subprocess("-W", "error").assert_outcomes(passed=4)
+
+    def test_do_what_the_page_for_users_says(self, run: pytest.Pytester) -> None:
+        """S4-18: its snippets are a suite that passes."""
+        page = (Path(__file__).parents[1] / "docs" / "testing.md").read_text()
+        snippets = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+        run.makepyfile("\n".join([GIVEN, *snippets]))
+        options = ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function", "-W", "error"]
+
+        result = run.runpytest_subprocess("-p", "pytest_asyncio.plugin", *options)
+
+        result.assert_outcomes(passed=3)
+
+    def test_give_way_to_fixtures_of_the_same_name(self, run: pytest.Pytester) -> None:
+        run.makepyfile(OWN_FIXTURES)
+
+        run.runpytest_subprocess().assert_outcomes(passed=1)
+
+    def test_are_listed_with_what_they_are_for(self, run: pytest.Pytester) -> None:
+        result = run.runpytest_subprocess("--fixtures")
+
+        result.stdout.fnmatch_lines_random(
+            ["outbox -- *", "published -- *", "virtual_clock -- *", "*SQLite database that is this test's own*"]
+        )

@@ -1,4 +1,4 @@
-"""The pytest plugin: fixtures that give a test a real database of its own.
+"""The pytest plugin: fixtures that give a test a real database of its own, an outbox, a broker and a clock.
 
 Nothing happens until a test asks for a fixture. A run has one server of each kind, also when
 pytest-xdist spreads it over several processes: the controller keeps the servers, and its
@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from uuid import uuid4
 
 import pytest
@@ -22,20 +22,27 @@ from .programs import ServerMissingError
 from .room import ServerRoom, ask
 from .servers import MariaDBServer, PostgresServer, Server, ValkeyServer
 
+if TYPE_CHECKING:
+    from .clock import VirtualClock
+    from .published import Published, SQLiteOutbox
+
 __all__ = [
     "mariadb_dsn",
     "mariadb_server",
+    "outbox",
     "postgres_dsn",
     "postgres_server",
     "private_mariadb",
     "private_postgres",
     "private_valkey",
+    "published",
     "pytest_configure_node",
     "pytest_terminal_summary",
     "pytest_unconfigure",
     "skip_or_fail",
     "sqlite_path",
     "valkey_server",
+    "virtual_clock",
 ]
 
 _OVERRIDES: Final[Mapping[str, str]] = {
@@ -101,6 +108,44 @@ def private_valkey() -> Iterator[ValkeyServer]:
 def sqlite_path(tmp_path: Path) -> Path:
     """The path of a SQLite database that does not exist yet."""
     return tmp_path / "postroom.sqlite3"
+
+
+# What follows is for tests of applications. Pytest loads this module in every run, so it imports when it is asked.
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[SQLiteOutbox]:
+    """An `Outbox` with a SQLite database that is this test's own.
+
+    ``with outbox.connection as connection:`` is a transaction, for your statements and for
+    ``outbox.add(connection, …)``. ``outbox.store`` is the store, ``outbox.path`` its file.
+    """
+    from .published import SQLiteOutbox  # noqa: PLC0415
+
+    outbox = SQLiteOutbox(tmp_path / "postroom-outbox.sqlite3")
+    try:
+        yield outbox
+    finally:
+        outbox.close()
+
+
+@pytest.fixture
+def published(outbox: SQLiteOutbox) -> Published:
+    """A broker in memory: ``await published.drain()`` delivers what the outbox holds, and returns the messages.
+
+    It is a `MemoryBroker`, so that a consumer may subscribe to it, and ``published.down()`` switches it off.
+    """
+    from .published import Published  # noqa: PLC0415
+
+    return Published(outbox.store)
+
+
+@pytest.fixture
+def virtual_clock() -> VirtualClock:
+    """A clock that stands still until ``virtual_clock.advance(timedelta(…))``, for whatever takes a ``clock``."""
+    from .clock import VirtualClock  # noqa: PLC0415
+
+    return VirtualClock()
 
 
 def skip_or_fail(error: ServerMissingError) -> NoReturn:
