@@ -61,6 +61,27 @@ def test_every_contender_of_a_store_empties_its_backlog_and_nothing_is_lost() ->
     assert race.ratio("us", "raw") > 0
 
 
+def test_a_consumer_and_the_loop_by_hand_do_the_same_work_and_nothing_is_lost() -> None:
+    """G7: both leave one effect and one output of each message, or the figure would compare different things."""
+    with Progress(disable=True) as progress, Bench(progress, quick=True) as bench:
+        dsn = bench.database("postgres")
+        bench.call("trials.consuming", dsn, "prepare")
+
+        drained = {name: bench.call("trials.consuming", dsn, name, count=50) for name in ("consumer", "by_hand")}
+
+    assert {name: (one["lost"], one["doubled"]) for name, one in drained.items()} == {
+        "consumer": (0, 0),
+        "by_hand": (0, 0),
+    }
+
+
+def test_routing_is_measured_against_the_least_that_can_be_done() -> None:
+    with Progress(disable=True) as progress, Bench(progress, quick=True) as bench:
+        times = bench.call("trials.routing", "", "ratio", count=1000)
+
+    assert times["ours"] > times["bare"] > 0
+
+
 def test_results_are_written_for_machines_and_for_the_eye(tmp_path: Path) -> None:
     results = [
         Result(name="a.b", value=0.8, goal=0.7, better="higher", detail="x < y & z"),

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +19,13 @@ from rich.console import Console
 from postroom import Delivered, Message, Outcome
 from postroom.brokers import MemoryBroker
 from postroom.cli.demo import conclude, play
-from postroom.cli.shop import Shop
-from postroom.cli.verdict import Verdict
+from postroom.cli.shop import Shop, StumblingBroker
+from postroom.cli.verdict import Order, Verdict
 
 ROOT = Path(__file__).parent.parent
 OK_LINE = (
     r"demo: committed (?P<committed>[\d,]+) = delivered (?P=committed), rolled back (?!0)[\d,]+ -> 0 delivered, "
+    r"(?!0)[\d,]+ duplicates -> (?!0)[\d,]+ absorbed, each order reserved and shipped once, "
     r"each customer in order, outage [\d.]+ s survived, 0 dead  OK"
 )
 
@@ -42,7 +43,7 @@ def judge(folder: Path, broker: MemoryBroker) -> tuple[Verdict, Shop]:
 
 
 def test_the_demo_survives_an_outage_and_ends_with_a_verdict_in_one_line() -> None:
-    """G1, G2, G3, G6, G13, S2-01, S4-20: what was committed arrives in order, what was rolled back never does."""
+    """G1, G2, G3, G6, G7, G13, S2-01, S4-20: what was committed arrives in order and has its effect once."""
     done = demo("--seconds", "4")
 
     *progress, verdict = done.stdout.splitlines()
@@ -61,22 +62,25 @@ def test_the_verdict_as_json_is_the_only_output() -> None:
     assert verdict["ok"] is True
     assert verdict["committed"] == verdict["delivered"] > 0
     assert verdict["rolled_back"] > 0
+    assert verdict["absorbed"] >= verdict["repeated"] > 0
+    assert verdict["undone"] == verdict["overdone"] == 0
     assert verdict["outage"] >= 0.33
 
 
-class ForgetfulBroker(MemoryBroker):
+class ForgetfulBroker(StumblingBroker):
     """Confirms every message and loses one of them."""
 
+    topic = "orders"
     has_forgotten = False
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        if self.has_forgotten or self.confirmed < 10:
+        if self.has_forgotten or self.confirmed < 10 or messages[0].topic != self.topic:
             return await super().publish(messages)
         self.has_forgotten = True
         return [Delivered(), *await super().publish(messages[1:])]
 
 
-class HauntedBroker(MemoryBroker):
+class HauntedBroker(StumblingBroker):
     """Delivers one message of a transaction that was rolled back."""
 
     ghosts: Sequence[UUID] = ()
@@ -86,15 +90,15 @@ class HauntedBroker(MemoryBroker):
         outcomes = await super().publish(messages)
         if self.ghosts and not self.has_haunted:
             self.has_haunted = True
-            await super().publish([replace(messages[0], id=self.ghosts[0])])
+            await MemoryBroker.publish(self, [replace(messages[0], id=self.ghosts[0])])
         return outcomes
 
 
-class ReversingBroker(MemoryBroker):
+class ReversingBroker(StumblingBroker):
     """Takes the messages of a batch from its end."""
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        return await super().publish(messages[::-1])
+        return (await super().publish(messages[::-1]))[::-1]
 
 
 class RepeatingBroker(MemoryBroker):
@@ -105,11 +109,32 @@ class RepeatingBroker(MemoryBroker):
         return await super().publish(messages)
 
 
+class ForgottenStockBroker(ForgetfulBroker):
+    """Loses what the stock room told."""
+
+    topic = "stock"
+
+
+class ForkedTongueBroker(StumblingBroker):
+    """Takes one message twice, under two ids: no receiver can know it again."""
+
+    has_lied = False
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        outcomes = await super().publish(messages)
+        stock = [message for message in messages if message.topic == "stock"]
+        if stock and not self.has_lied:
+            self.has_lied = True
+            await MemoryBroker.publish(self, [replace(stock[0], id=uuid4())])
+        return outcomes
+
+
 def test_a_message_that_the_broker_lost_changes_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The demo would notice a loss: that makes its success worth something."""
     verdict, _ = judge(tmp_path, ForgetfulBroker())
 
     assert (verdict.missing, verdict.phantoms, verdict.out_of_order) == (1, 0, 0)
+    assert (verdict.undone, verdict.overdone) == (2, 0)
     assert conclude(verdict, as_json=False) == 1
     assert re.match(r"demo: committed [\d,]+ != delivered .* FAILED\n", capsys.readouterr().out)
 
@@ -126,6 +151,24 @@ def test_a_message_that_was_rolled_back_and_yet_arrived_changes_the_verdict(
     assert "-> 1 delivered" in capsys.readouterr().out
 
 
+def test_an_effect_that_did_not_happen_changes_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """G7: every order arrived, and one of them was not shipped."""
+    verdict, _ = judge(tmp_path, ForgottenStockBroker())
+
+    assert (verdict.missing, verdict.undone, verdict.overdone) == (0, 1, 0)
+    assert conclude(verdict, as_json=False) == 1
+    assert "1 effects missing and 0 too many" in capsys.readouterr().out
+
+
+def test_an_effect_that_happened_twice_changes_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """G7: a message that the inbox cannot know again has its effect again, and the demo sees it."""
+    verdict, _ = judge(tmp_path, ForkedTongueBroker())
+
+    assert (verdict.missing, verdict.undone, verdict.overdone) == (0, 0, 1)
+    assert conclude(verdict, as_json=False) == 1
+    assert "0 effects missing and 1 too many" in capsys.readouterr().out
+
+
 def test_orders_of_one_customer_in_the_wrong_order_change_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,11 +181,11 @@ def test_orders_of_one_customer_in_the_wrong_order_change_the_verdict(
     assert " out of order" in capsys.readouterr().out
 
 
-def test_a_message_that_arrives_twice_is_no_fault(tmp_path: Path) -> None:
-    """S2-03: delivery is at-least-once."""
+def test_messages_that_all_arrive_twice_are_absorbed(tmp_path: Path) -> None:
+    """S2-03, S1-15, G7: delivery is at-least-once, and the effect happens once."""
     verdict, _ = judge(tmp_path, RepeatingBroker())
 
-    assert verdict.repeated == verdict.committed
+    assert verdict.absorbed == verdict.repeated == 2 * verdict.committed
     assert verdict.ok
     assert conclude(verdict, as_json=True) == 0
 
@@ -152,7 +195,10 @@ GOOD = Verdict(
     delivered=5,
     missing=0,
     unknown=0,
-    repeated=0,
+    repeated=2,
+    absorbed=2,
+    undone=0,
+    overdone=0,
     rolled_back=1,
     phantoms=0,
     out_of_order=0,
@@ -170,6 +216,10 @@ GOOD = Verdict(
         replace(GOOD, phantoms=1),
         replace(GOOD, out_of_order=1),
         replace(GOOD, dead=1),
+        replace(GOOD, undone=1),
+        replace(GOOD, overdone=1),
+        replace(GOOD, absorbed=1),
+        replace(GOOD, absorbed=0, repeated=0),
         replace(GOOD, recovered=False),
         replace(GOOD, committed=0, delivered=0),
         replace(GOOD, rolled_back=0),
@@ -186,16 +236,51 @@ def test_a_repeated_arrival_does_not_count_as_overtaken() -> None:
     first, second, third = uuid4(), uuid4(), uuid4()
     arrived = [(first, "a", 1), (second, "a", 2), (first, "a", 1), (third, "b", 1)]
 
-    verdict = Verdict.count(
-        committed=[first, second, third],
+    verdict = counted({first: ("a", 1), second: ("a", 2), third: ("b", 1)}, arrived, [])
+
+    assert (verdict.out_of_order, verdict.missing) == (0, 0)
+
+
+def test_effects_are_counted_for_each_service_and_in_order() -> None:
+    first, second, third = uuid4(), uuid4(), uuid4()
+    committed = {first: ("a", 1), second: ("a", 2), third: ("b", 1)}
+    arrived = [(identity, *order) for identity, order in committed.items()]
+    complete = [("a", 1), ("b", 1), ("a", 2)]
+
+    verdicts = [
+        counted(committed, arrived, [complete, effect])
+        for effect in (
+            complete,
+            [("a", 1), ("a", 2)],
+            [*complete, ("a", 2)],
+            [*complete, ("c", 1)],
+            [("a", 2), ("a", 1), ("b", 1)],
+        )
+    ]
+
+    assert [(verdict.undone, verdict.overdone, verdict.out_of_order) for verdict in verdicts] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 1, 0),
+        (0, 1, 0),
+        (0, 0, 1),
+    ]
+
+
+def counted(
+    committed: Mapping[UUID, Order], arrived: Sequence[tuple[UUID, str, int]], effects: Sequence[Sequence[Order]]
+) -> Verdict:
+    return Verdict.count(
+        committed=committed,
         rolled_back=[],
         arrived=arrived,
+        effects=effects,
+        repeated=1,
+        absorbed=1,
         dead=0,
         outage=timedelta(0),
         recovered=True,
     )
-
-    assert (verdict.out_of_order, verdict.repeated, verdict.missing) == (0, 1, 0)
 
 
 def test_the_example_runs() -> None:

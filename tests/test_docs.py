@@ -7,9 +7,11 @@ import asyncio
 import doctest
 import importlib
 import inspect
+import logging
 import pkgutil
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,20 @@ import sqlalchemy
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 import postroom
-from postroom import Message
+from postroom import Message, Router
+from postroom.brokers import MemoryBroker
+from postroom.errors import CommitUnknownError, RejectError
+from postroom.middleware import Next
 from postroom.stores import PostgresStore
 from postroom.testing.waiting import until
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def snippets(page: str) -> list[str]:
+    """Return the Python of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
 class Base(DeclarativeBase):
@@ -58,6 +67,7 @@ async def names(postgres_dsn: str) -> AsyncIterator[dict[str, Any]]:
     await store.apply_schema()
     await store.close()
     async with asyncpg.create_pool(postgres_dsn, min_size=1, max_size=2) as pool:
+        await pool.execute("CREATE TABLE reservations (order_id int)")
         yield {"pool": pool, "engine": engine, "Order": Order, "dsn": postgres_dsn, "client": Client()}
     engine.dispose()
 
@@ -79,9 +89,30 @@ async def run_until(snippet: str, names: dict[str, Any], condition: Any) -> None
         await running
 
 
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Have something run for ever beside a block, and end it then; it must not end before."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+def reads(pool: Any, query: str, value: object) -> Callable[[], Awaitable[bool]]:  # noqa: ANN401
+    """Return the condition that a query reads a value."""
+
+    async def condition() -> bool:
+        return bool(await pool.fetchval(query) == value)
+
+    return condition
+
+
 async def test_the_snippets_of_the_readme_run(names: dict[str, Any]) -> None:
-    """S4-18: produce through asyncpg and SQLAlchemy, deliver, and read: as printed."""
-    produce_async, produce_sync, deliver, read = SNIPPETS
+    """S4-18, F-18: produce through asyncpg and SQLAlchemy, deliver, receive and read: as printed."""
+    produce_async, produce_sync, deliver, receive, read = snippets("README.md")
     await execute(produce_async, names)
     await execute(produce_sync, names)
     client: Client = names["client"]
@@ -90,16 +121,114 @@ async def test_the_snippets_of_the_readme_run(names: dict[str, Any]) -> None:
 
     assert client.sent == [("orders", b'{"order_id":42}', "42"), ("orders", b'{"order_id":43}', "43")]
 
+    pool = names["pool"]
+    async with pool.acquire() as connection, connection.transaction():
+        await names["outbox"].add(connection, names["OrderPlaced"](order_id=44), topic="orders")
+    async with running(execute(receive, names)):
+        await until(reads(pool, "SELECT type FROM postroom_outbox WHERE namespace = 'stock'", "stock.reserved"), "it")
+        delivered = "SELECT count(*) FROM postroom_outbox WHERE namespace = 'shop' AND status = 'delivered'"
+        await until(reads(pool, delivered, 3), "the acknowledgement")
+    assert [row["order_id"] for row in await pool.fetch("SELECT order_id FROM reservations")] == [44]
+
     handled: list[Message] = []
 
     async def handle(message: Message) -> None:
         handled.append(message)
 
-    async with names["pool"].acquire() as connection, connection.transaction():
-        await names["outbox"].add(connection, {"order_id": 44}, topic="orders")
+    async with pool.acquire() as connection, connection.transaction():
+        await names["outbox"].add(connection, {"order_id": 45}, topic="orders")
     await run_until(read, {**names, "handle": handle}, lambda: bool(handled))
 
-    assert [message.payload for message in handled] == [b'{"order_id":44}']
+    assert [message.payload for message in handled] == [b'{"order_id":45}']
+
+
+@pytest.fixture
+def receiving(names: dict[str, Any]) -> dict[str, Any]:
+    """What the page about receiving takes as given besides: a broker, and a subscriber of it."""
+    broker = MemoryBroker()
+    return {**names, "broker": broker, "subscriber": broker.subscribe("orders", group="stock"), "filed": []}
+
+
+def placed(order_id: int, **more: Any) -> Message:  # noqa: ANN401
+    return Message(topic="orders", type="order.placed", payload=b'{"order_id": %d}' % order_id, **more)
+
+
+async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """S1-01, S1-02, S1-15, F-02, F-05, F-18, F-22: every snippet runs as printed, and does what the page says."""
+    caplog.set_level(logging.DEBUG, "postroom")
+    names, pool, broker = receiving, receiving["pool"], receiving["broker"]
+    whole, handlers, acking, inbox, unknown, dead, stack, commands = snippets("docs/consuming.md")
+
+    async def reserved() -> list[int]:
+        return [row["order_id"] for row in await pool.fetch("SELECT order_id FROM reservations ORDER BY order_id")]
+
+    async with running(execute(whole, names)):
+        message = placed(42)
+        await broker.publish([message, message])
+        await until(lambda: "duplicate skipped" in caplog.text, "the second one being known")
+    assert await reserved() == [42]
+    assert (
+        await pool.fetchval("SELECT count(*) FROM postroom_outbox WHERE namespace = 'stock' AND topic = 'stock'") == 1
+    )
+
+    names["router"] = Router(topic="stock")
+    names["router"].add(names["OrderPlaced"], names["reserve"])
+    await execute(handlers, names)
+    imported = await names["router"](Message(topic="orders", type="orders.imported", payload=b"[1, 2]"))
+    assert [output.payload for output in imported] == [b'{"order_id":1}', b'{"order_id":2}']
+
+    await execute(acking, names)
+    async with running(names["manual"].run()):
+        await broker.publish([placed(43)])
+        # What was not acknowledged when the consumer before ended comes again first.
+        await until(lambda: 43 in names["filed"], "the handler acknowledging")
+    async with running(names["forwarding"].run()):
+        await broker.publish([placed(44)])
+        await until(lambda: any(message.topic == "stock" for message in broker.received), "the output being sent on")
+    assert await reserved() == [42, 44]
+
+    await execute(inbox, names)
+    await execute(unknown, names)
+    await execute(dead, names)
+    await _check_errors(names)
+
+    await execute(stack, names)
+    async with running(names["stack"].run()):
+        await broker.publish([placed(45, headers={"ce-correlationid": "story"})])
+        await until(
+            reads(pool, "SELECT headers ->> 'ce-correlationid' FROM postroom_outbox ORDER BY seq DESC", "story"), "it"
+        )
+    assert await reserved() == [42, 44, 45]
+
+    await execute(commands, names)
+    assert names["placing"].type == "place-order"
+    assert await pool.fetchval("SELECT id FROM orders") == 7
+    assert await pool.fetchval("SELECT type FROM postroom_outbox WHERE namespace = 'shop'") == "order.placed"
+    await names["store"].close()
+
+
+async def _check_errors(names: dict[str, Any]) -> None:
+    """Hold what the page says about unknown commits and dead letters against what happens."""
+    (query,) = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "consuming.md").read_text(), flags=re.DOTALL)
+
+    def raising(error: Exception) -> Next:
+        async def call_next(_: Message) -> Sequence[Message]:
+            raise error
+
+        return call_next
+
+    async def was_stored() -> bool:
+        return True
+
+    lost = CommitUnknownError()
+    lost.witness = was_stored
+    assert await names["ask"](placed(1), raising(lost)) == []
+
+    for around in ("careful", "around"):
+        assert not await names[around](placed(1), raising(RejectError("never")))
+    letters = await names["pool"].fetch(query)
+    assert [(letter["consumer"], letter["error"]) for letter in letters] == [("billing", "RejectError: never")]
+    assert [message.topic for message in names["broker"].received][-1] == "stock.dead"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -155,8 +284,7 @@ async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
     await pool.execute("CREATE TABLE handled (consumer text, message_id uuid, PRIMARY KEY (consumer, message_id))")
     await pool.execute("CREATE TABLE stock (reserved int)")
     await pool.execute("INSERT INTO stock VALUES (0)")
-    page = (ROOT / "docs" / "patterns.md").read_text()
-    command_handler, consumer = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    command_handler, consumer = snippets("docs/patterns.md")
 
     await execute(command_handler, names)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from ..measure import Bench, Result
-from . import adding, claiming, dispatching, draining, latency
+from . import adding, claiming, dispatching, draining, handling, latency
 
 __all__ = ["WORKLOADS", "Workload"]
 
@@ -25,4 +25,6 @@ WORKLOADS: dict[str, Workload] = {
     "postgres.held_snapshot.": claiming.held_snapshot,
     "dispatcher.rss_growth": dispatching.memory,
     "dispatcher.two_processes": dispatching.two_processes,
+    "consume.postgres.": handling.consumed,
+    "router.dispatch.": handling.dispatched,
 }

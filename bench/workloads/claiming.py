@@ -39,7 +39,7 @@ _SHAPES = (
 def flat(bench: Bench) -> Iterator[Result]:
     """Claims of 100 in large tables, over those in small ones; both tables are there, and take turns."""
     scale = 20 if bench.quick else 1
-    claims = bench.size(60, 20)
+    claims = bench.size(60, 10)
     large, small = bench.database("postgres"), bench.database("postgres")
     for dsn in (large, small):
         bench.call(_TRIAL, dsn, "prepare")
@@ -66,8 +66,8 @@ def held_snapshot(bench: Bench) -> Iterator[Result]:
     """Claims at 500 messages a second before, while and after a transaction is left open."""
     dsn = bench.database("postgres")
     bench.call("trials.snapshot", dsn, "prepare")
-    held = bench.size(60, 5)
-    around = bench.size(20, 3)
+    held = bench.size(60, 3)
+    around = bench.size(20, 2)
     p99 = bench.call("trials.snapshot", dsn, "percentiles", before=around, held=held, after=around)
     told = (
         f"p99 of a claim: {p99['before'] * 1e3:.2f} ms before, {p99['held'] * 1e3:.2f} ms while open for {held} s, "

@@ -16,7 +16,7 @@ _COST = 200e-6
 
 def memory(bench: Bench) -> Iterator[Result]:
     """Memory of a dispatcher that drains a long backlog."""
-    count = bench.size(1_000_000, 50_000)
+    count = bench.size(1_000_000, 20_000)
     dsn = bench.database("postgres")
     bench.call(_TRIAL, dsn, "prepare")
     bench.call(_TRIAL, dsn, "fill", count=count, keys=0)
@@ -32,7 +32,7 @@ def memory(bench: Bench) -> Iterator[Result]:
 
 def two_processes(bench: Bench) -> Iterator[Result]:
     """Two dispatchers over one, with a publisher that keeps a processor busy."""
-    count = bench.size(40_000, 4_000)
+    count = bench.size(40_000, 2_000)
     dsn = bench.database("postgres")
     bench.call(_TRIAL, dsn, "prepare")
     rates: dict[int, list[float]] = {1: [], 2: []}

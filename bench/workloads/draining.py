@@ -64,14 +64,14 @@ def ordered(bench: Bench) -> Iterator[Result]:
 
 def sqlite(bench: Bench) -> Iterator[Result]:
     """Unordered messages in SQLite."""
-    count = bench.size(100_000, 10_000)
+    count = bench.size(100_000, 5_000)
     race = bench.race({"postroom": _US, "raw": Entry("contenders.raw_sqlite")}, "sqlite", count=count)
     yield _of_raw("sqlite.drain.of_raw", race, 0.6, f"{count:,} messages")
 
 
 def mariadb(bench: Bench) -> Iterator[Result]:
     """Unordered messages in MariaDB."""
-    count = bench.size(100_000, 10_000)
+    count = bench.size(100_000, 5_000)
     race = bench.race({"postroom": _US, "raw": Entry("contenders.raw_mariadb")}, "mariadb", count=count)
     yield _of_raw("mariadb.drain.of_raw", race, 0.5, f"{count:,} messages")
 

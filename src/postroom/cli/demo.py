@@ -35,12 +35,14 @@ ELSEWHERE = 1.0
 )
 @as_json
 def demo(*, seconds: float, as_json: bool) -> None:
-    """Run a small shop that loses its broker for a while, and count what arrived.
+    """Run a small shop that loses its broker for a while, and count what came of its orders.
 
     Orders are written to a SQLite file together with their messages; one in ten is rolled back. A dispatcher
-    delivers to a broker in memory, which stumbles now and then and is down in the middle third. At the end the
-    shop's own table is compared with what the broker got: the exit code is 0 only if each committed order arrived,
-    none that was rolled back did, each customer's came in order, and none is dead.
+    delivers to a broker in memory, which stumbles now and then, delivers every twentieth message twice, and is down
+    in the middle third. A stock room puts aside what was ordered and tells shipping, which sends it; their handlers
+    fail now and then after they have written. At the end the tables are compared with each other and with what the
+    broker got: the exit code is 0 only if each committed order arrived, none that was rolled back did, each was put
+    aside once and shipped once, every duplicate was known again, each customer's came in order, and none is dead.
 
     \b
     Example:
@@ -93,10 +95,12 @@ class _Reading:
             "placed": f"{shop.placed:,} ({self.placed_rate:.0f}/s)",
             "delivered": f"{counter.delivered:,} ({self.delivered_rate:.0f}/s)",
             "rolled back": f"{len(shop.rolled_back):,}",
+            "handled": f"{counter.handled:,}",
+            "duplicates": f"{counter.absorbed:,}",
             "backlog": show_count(backlog, self.stats.ceiling),
             "oldest": show_age(self.stats.oldest_due),
             "retries": str(counter.retries),
-            "dead": str(counter.dead),
+            "dead": str(counter.dead + counter.buried),
             "broker": "DOWN, waiting" if counter.down else "up",
         }
 

@@ -1,9 +1,8 @@
-"""The shop of the demo: orders in SQLite, a dispatcher, a broker that fails, and a tally of what came of it."""
+"""The shop of the demo: orders in SQLite, two services behind them, a broker that fails, and a tally of it all."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import sqlite3
 import threading
@@ -17,12 +16,15 @@ from uuid import UUID
 
 from .. import events
 from ..brokers import MemoryBroker
+from ..codec import JSONCodec
 from ..dispatcher import Dispatcher
 from ..message import Message
+from ..middleware import Next
 from ..outbox import Outbox
 from ..retry import Backoff
 from ..store import Outcome, Retry, Stats
 from ..stores import SQLiteStore
+from .services import EFFECTS, OrderPlaced, shipping, stock
 from .verdict import Verdict
 
 __all__ = ["Counter", "Shop", "StumblingBroker"]
@@ -31,10 +33,11 @@ NAMESPACE = "shop"
 DESKS = 3
 CUSTOMERS = 8
 #: How many orders a desk takes in a second, and how many of them it gives up in the middle of the transaction.
-PACE = 100
+PACE = 60
 DECLINED = 0.1
-#: One message in so many fails at its first attempt.
+#: One message in so many fails at its first attempt, and one in so many arrives twice.
 STUMBLES = 200
+REPEATS = 20
 PATIENCE = timedelta(seconds=30)
 MILLISECOND = timedelta(milliseconds=1)
 
@@ -44,7 +47,7 @@ ORDERS = """
 
 
 class StumblingBroker(MemoryBroker):
-    """A broker that now and then refuses a message at its first attempt."""
+    """A broker that now and then refuses a message at its first attempt, and takes every twentieth twice."""
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Confirm a batch, except what it stumbles over and what must not overtake that."""
@@ -56,17 +59,24 @@ class StumblingBroker(MemoryBroker):
             elif message.attempt == 1 and random.random() < 1 / STUMBLES:
                 held_back.add(message.key)
                 stumbled[message.id] = Retry("the broker stumbled")
-        confirmed = iter(await super().publish([message for message in messages if message.id not in stumbled]))
+        taken = [message for message in messages if message.id not in stumbled]
+        # At the end of the batch: others of the same customer come between a message and its double.
+        doubles = [message for place, message in enumerate(taken, self.confirmed) if place % REPEATS == 0]
+        confirmed = iter(await super().publish([*taken, *doubles]))
         return [stumbled[message.id] if message.id in stumbled else next(confirmed) for message in messages]
 
 
 @dataclass(slots=True)
 class Counter:
-    """What the dispatcher told."""
+    """What the dispatcher and the consumers told."""
 
     delivered: int = 0
     retries: int = 0
     dead: int = 0
+    #: What went through a consumer, duplicates and dead letters included.
+    handled: int = 0
+    absorbed: int = 0
+    buried: int = 0
     down: set[str | None] = field(default_factory=set[str | None])
     outages: int = 0
     recoveries: int = 0
@@ -76,10 +86,14 @@ class Counter:
         match event:
             case events.MessagesDelivered(count):
                 self.delivered += count
-            case events.Retried():
+            case events.Retried() | events.HandlingFailed():
                 self.retries += 1
             case events.Died():
                 self.dead += 1
+            case events.DuplicateSkipped():
+                self.absorbed += 1
+            case events.DeadLettered():
+                self.buried += 1
             case events.BreakerOpened(topic):
                 self.down.add(topic)
                 self.outages += 1
@@ -89,13 +103,19 @@ class Counter:
             case _:
                 pass
 
+    async def count(self, message: Message, call_next: Next) -> Sequence[Message]:
+        """Count what was handled; a middleware may be a plain method."""
+        outputs = await call_next(message)
+        self.handled += 1
+        return outputs
+
 
 class _DeclinedError(Exception):
     """The payment was declined, after everything was written."""
 
 
 class Shop:
-    """Takes orders for a while and delivers their messages, through an outage of the broker in the middle third."""
+    """Takes orders for a while, has them put aside and shipped, through an outage of the broker in the middle third."""
 
     def __init__(self, folder: Path, *, seconds: float, broker: MemoryBroker | None = None) -> None:
         self.seconds = seconds
@@ -115,6 +135,21 @@ class Shop:
             outage_backoff=Backoff(base=50 * MILLISECOND, max=250 * MILLISECOND),
             listener=self.counter.listen,
         )
+        self._services = (
+            stock(
+                self.broker.subscribe("orders", group="stock"),
+                self._store,
+                self.counter.count,
+                wake=self._dispatcher.wake,
+                listener=self.counter.listen,
+            ),
+            shipping(
+                self.broker.subscribe("stock", group="shipping"),
+                self._store,
+                self.counter.count,
+                listener=self.counter.listen,
+            ),
+        )
         self._closed = threading.Event()
         self._started = time.monotonic()
 
@@ -132,16 +167,20 @@ class Shop:
         await self._store.apply_schema()
         with closing(self._connect()) as connection:
             connection.execute(ORDERS)
+            for effect in EFFECTS:
+                connection.execute(f"CREATE TABLE {effect} (customer TEXT NOT NULL, number INTEGER NOT NULL)")
         self._started = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._dispatcher.run())
+                for work in (self._dispatcher, *self._services):
+                    group.create_task(work.run())
                 try:
                     await self._trade()
                     await self._drain()
                 finally:
                     self._closed.set()
-                    await self._dispatcher.stop()
+                    for work in (*self._services, self._dispatcher):
+                        await work.stop()
             return await self._tally()
         finally:
             await self._store.close()
@@ -163,8 +202,14 @@ class Shop:
     async def _drain(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE.total_seconds()):
-                while (stats := await self.stats()).pending or stats.processing:  # noqa: ASYNC110 -- only asking tells
+                while not await self._is_idle():  # noqa: ASYNC110 -- only asking tells
                     await asyncio.sleep(0.05)
+
+    async def _is_idle(self) -> bool:
+        """Tell whether nothing is under way: all that the broker took had been handled before the store was empty."""
+        handled = self.counter.handled
+        stats = await self.stats()
+        return not stats.pending and not stats.processing and handled >= self.broker.confirmed
 
     # -- a desk, on a thread of its own ---------------------------------------------------------------------------
 
@@ -180,12 +225,10 @@ class Shop:
                     numbers[customer] += 1
 
     def _place(self, connection: sqlite3.Connection, customer: str, number: int, *, declined: bool) -> None:
-        order = {"customer": customer, "number": number, "cents": random.randrange(100, 10_000)}
+        order = OrderPlaced(customer, number, cents=random.randrange(100, 10_000))
         with self._transaction(connection):
-            added = self._outbox.add(connection, order, topic="orders", key=customer, type="order.placed")
-            connection.execute(
-                "INSERT INTO orders VALUES (?, ?, ?, ?)", (str(added.id), customer, number, order["cents"])
-            )
+            added = self._outbox.add(connection, order, topic="orders", key=customer)
+            connection.execute("INSERT INTO orders VALUES (?, ?, ?, ?)", (str(added.id), customer, number, order.cents))
             if declined and added.id is not None:
                 self.rolled_back.append(added.id)
                 raise _DeclinedError
@@ -205,21 +248,29 @@ class Shop:
             raise
         connection.execute("COMMIT")
 
-    # -- the tally, from three sources that know nothing of each other --------------------------------------------
+    # -- the tally, from sources that know nothing of each other --------------------------------------------------
 
     async def _tally(self) -> Verdict:
         with closing(self._connect()) as connection:
-            committed = [UUID(row[0]) for row in connection.execute("SELECT message_id FROM orders")]
+            orders = connection.execute("SELECT message_id, customer, number FROM orders").fetchall()
+            effects = [
+                connection.execute(f"SELECT customer, number FROM {effect} ORDER BY rowid").fetchall()  # noqa: S608
+                for effect in EFFECTS
+            ]
+        received = self.broker.received
         return Verdict.count(
-            committed=committed,
+            committed={UUID(identity): (customer, number) for identity, customer, number in orders},
             rolled_back=self.rolled_back,
-            arrived=[(message.id, *_order(message)) for message in self.broker.received],
-            dead=(await self.stats()).dead,
+            arrived=[(message.id, *_order(message)) for message in received if message.topic == "orders"],
+            effects=effects,
+            repeated=len(received) - len({message.id for message in received}),
+            absorbed=self.counter.absorbed,
+            dead=(await self.stats()).dead + self.counter.buried,
             outage=self.outage,
             recovered=self.counter.recoveries > 0 and not self.counter.down,
         )
 
 
 def _order(message: Message) -> tuple[str, int]:
-    order = json.loads(message.payload)
-    return order["customer"], order["number"]
+    order = JSONCodec().decode(message.payload, OrderPlaced)
+    return order.customer, order.number

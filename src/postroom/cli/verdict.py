@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 from uuid import UUID
 
-__all__ = ["Verdict"]
+__all__ = ["Order", "Verdict"]
+
+#: A customer, and which of the customer's orders it is.
+Order: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was committed, against what arrived."""
+    """What was committed, against what arrived and against what came of it."""
 
     committed: int
     delivered: int
@@ -21,12 +25,16 @@ class Verdict:
     missing: int
     #: Arrived, but never committed.
     unknown: int
-    #: Arrived again, which at-least-once delivery allows.
+    #: Arrived again, which at-least-once delivery allows; absorbed is what the inbox knew again.
     repeated: int
+    absorbed: int
+    #: Effects that did not happen, and those that happened again or for no order.
+    undone: int
+    overdone: int
     rolled_back: int
     #: Rolled back, and yet arrived.
     phantoms: int
-    #: Arrived after a later order of the same customer.
+    #: Arrived, or was handled, after a later order of the same customer.
     out_of_order: int
     dead: int
     outage: timedelta
@@ -34,27 +42,36 @@ class Verdict:
     recovered: bool
 
     @classmethod
-    def count(
+    def count(  # noqa: PLR0913 -- one for each source
         cls,
         *,
-        committed: Sequence[UUID],
+        committed: Mapping[UUID, Order],
         rolled_back: Sequence[UUID],
         arrived: Sequence[tuple[UUID, str, int]],
+        effects: Sequence[Sequence[Order]],
+        repeated: int,
+        absorbed: int,
         dead: int,
         outage: timedelta,
         recovered: bool,
     ) -> Self:
-        """Compare what the shop has with what the broker got, in order: id, customer and number of the order."""
-        wanted, arrivals, undone = set(committed), {identity for identity, _, _ in arrived}, set(rolled_back)
+        """Compare what the shop has with what the broker got, and with what each service did, both in order."""
+        arrivals, undone = {identity for identity, _, _ in arrived}, set(rolled_back)
+        wanted, done = Counter(committed.values()), [Counter(effect) for effect in effects]
+        in_turn = [arrival for arrival in arrived if arrival[0] in committed]
         return cls(
-            committed=len(wanted),
+            committed=len(committed),
             delivered=len(arrivals),
-            missing=len(wanted - arrivals),
-            unknown=len(arrivals - wanted),
-            repeated=len(arrived) - len(arrivals),
+            missing=len(committed.keys() - arrivals),
+            unknown=len(arrivals - committed.keys()),
+            repeated=repeated,
+            absorbed=absorbed,
+            undone=sum((wanted - effect).total() for effect in done),
+            overdone=sum((effect - wanted).total() for effect in done),
             rolled_back=len(undone),
             phantoms=len(arrivals & undone),
-            out_of_order=_overtaken([arrival for arrival in arrived if arrival[0] in wanted]),
+            out_of_order=_overtaken(in_turn)
+            + sum(_overtaken([(order, *order) for order in effect]) for effect in effects),
             dead=dead,
             outage=outage,
             recovered=recovered,
@@ -63,8 +80,11 @@ class Verdict:
     @property
     def ok(self) -> bool:
         """Whether every promise was kept, and there was something to keep it for."""
-        wrong = self.missing + self.unknown + self.phantoms + self.out_of_order + self.dead
-        return self.committed > 0 and self.rolled_back > 0 and self.recovered and wrong == 0
+        wrong = (
+            self.missing + self.unknown + self.phantoms + self.undone + self.overdone + self.out_of_order + self.dead
+        )
+        has_happened = self.committed > 0 and self.rolled_back > 0 and self.repeated > 0 and self.recovered
+        return has_happened and self.absorbed >= self.repeated and wrong == 0
 
     def __str__(self) -> str:
         """Return the verdict in one line."""
@@ -72,20 +92,27 @@ class Verdict:
         parts = [
             f"committed {self.committed:,} {relation} delivered {self.delivered:,}",
             f"rolled back {self.rolled_back:,} -> {self.phantoms:,} delivered",
+            f"{self.repeated:,} duplicates -> {self.absorbed:,} absorbed",
+            self._effects(),
             "each customer in order" if not self.out_of_order else f"{self.out_of_order:,} out of order",
             f"outage {self.outage.total_seconds():.1f} s {'survived' if self.recovered else 'NOT survived'}",
             f"{self.dead:,} dead",
         ]
         return f"demo: {', '.join(parts)}  {'OK' if self.ok else 'FAILED'}"
 
+    def _effects(self) -> str:
+        if not self.undone + self.overdone:
+            return "each order reserved and shipped once"
+        return f"{self.undone:,} effects missing and {self.overdone:,} too many"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict for programs; the outage is in seconds."""
         return {**asdict(self), "outage": round(self.outage.total_seconds(), 3), "ok": self.ok}
 
 
-def _overtaken(arrived: Sequence[tuple[UUID, str, int]]) -> int:
+def _overtaken(arrived: Sequence[tuple[UUID | Order, str, int]]) -> int:
     """Count those that came for the first time after a later one of the same customer."""
-    seen: set[UUID] = set()
+    seen: set[UUID | Order] = set()
     latest: dict[str, int] = {}
     overtaken = 0
     for identity, customer, number in arrived:
