@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--store", choices=("postgres", "mariadb", "sqlite"), default="postgres")
     parser.add_argument("--seed", type=int, help="which faults; the same seed gives the same ones")
     parser.add_argument("--folder", type=Path, help="keep all evidence here, whatever the verdict is")
-    parser.add_argument("--variant", help="break the library on purpose, as chaos/variants.py says")
+    parser.add_argument("--variant", help="break the library on purpose, as chaos/variants says")
     given = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if given.seed is None else given.seed
     folder = given.folder or Path(tempfile.mkdtemp(prefix="postroom-chaos-"))

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import psycopg
 import pymysql
 
-from .desk import BUSINESS
+from .desk import BUSINESS, EFFECTS
 
-__all__ = ["Change", "MariaDBTruth", "Row", "Truth", "truth_of"]
+__all__ = ["Change", "Effect", "Letter", "MariaDBTruth", "Row", "Truth", "truth_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,26 @@ class Change:
     at: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What a handler wrote: whose it is, of which hand-out it came, and the output that goes with it."""
+
+    consumer: str
+    id: str
+    handle: int
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A message that a consumer has put aside."""
+
+    consumer: str
+    id: str
+    attempts: int
+    error: str
+
+
 class Truth(ABC):
     """Looks into the database of a run, past the library and past all proxies."""
 
@@ -69,6 +89,11 @@ class Truth(ABC):
     def install(self) -> None:
         """Create the business table, the audit table and the trigger that fills it."""
         self.query(f"CREATE TABLE {BUSINESS} (id VARCHAR(36) NOT NULL PRIMARY KEY)")
+        self.query(f"""
+            CREATE TABLE {EFFECTS} (
+                number {self.number}, consumer VARCHAR(100) NOT NULL, id VARCHAR(36) NOT NULL,
+                handle BIGINT NOT NULL, output VARCHAR(36) NOT NULL)
+            """)
         self.query(f"""
             CREATE TABLE chaos_audit (
                 number {self.number},
@@ -105,6 +130,27 @@ class Truth(ABC):
     def business(self) -> set[str]:
         """Return the ids that the producers' own table has."""
         return {str(row[0]) for row in self.query(f"SELECT id FROM {BUSINESS}")}
+
+    def effects(self) -> list[Effect]:
+        """Return what handlers wrote, in order."""
+        fields = ("consumer", "id", "handle", "output")
+        found = self.query(f"SELECT {', '.join(fields)} FROM {EFFECTS} ORDER BY number")
+        return [Effect(**dict(zip(fields, row, strict=True))) for row in found]
+
+    @property
+    def _message_id(self) -> str:
+        return self.id_text.replace("NEW.id", "message_id")
+
+    def marks(self) -> set[tuple[str, str]]:
+        """Return which messages the inbox knows, by consumer."""
+        found = self.query(f"SELECT consumer, {self._message_id} FROM postroom_inbox")
+        return {(str(consumer), str(identity)) for consumer, identity in found}
+
+    def letters(self) -> list[Letter]:
+        """Return the dead letters beside the inbox."""
+        found = self.query(f"SELECT consumer, {self._message_id}, attempts, error FROM postroom_inbox_dead")
+        fields = ("consumer", "id", "attempts", "error")
+        return [Letter(**dict(zip(fields, row, strict=True))) for row in found]
 
     def unsettled(self) -> tuple[int, int]:
         """Return how many messages wait, but for those behind a dead one of their key, and how many are done."""

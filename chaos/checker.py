@@ -1,4 +1,4 @@
-"""The checker: every promise of the outbox as a pure function over the evidence of a run."""
+"""The checker: every promise of outbox and inbox as a pure function over the evidence of a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from .claims import fenced, one_claim
+from .consuming import ack_rule, effect_once, handled_in_order, letters_in_budget, neglected
 from .evidence import OPEN, Evidence, Violation
 
 __all__ = ["CHECKS", "Violation", "blocked_ids", "check", "duplicates"]
@@ -57,6 +58,7 @@ def lost(evidence: Evidence) -> Iterator[Violation]:
     for row in evidence.rows:
         if row.status == "delivered" and row.id not in received:
             yield Violation("C1", "marked as delivered, never received", row.id)
+    yield from neglected(evidence)
 
 
 def phantom(evidence: Evidence) -> Iterator[Violation]:
@@ -98,6 +100,7 @@ def in_order(evidence: Evidence) -> Iterator[Violation]:
         is_passed = row.id not in order and sent.get(row.id, 0) < max(order.values(), default=0)
         if is_passed and not (row.status == "dead" and evidence.on_dead == "skip"):
             yield Violation("C6", f"number {sent.get(row.id)} was passed, {row.status}", row.id, row.key or "")
+    yield from handled_in_order(evidence)
 
 
 def _shown(order: list[int]) -> str:
@@ -117,6 +120,7 @@ def within_budget(evidence: Evidence) -> Iterator[Violation]:
         if row.status == "dead" and kind != "reject" and row.attempts < evidence.max_attempts:
             yield Violation("C9", f"dead after only {row.attempts} attempts", row.id)
     yield from _misspent(evidence)
+    yield from letters_in_budget(evidence)
 
 
 def _misspent(evidence: Evidence) -> Iterator[Violation]:
@@ -206,6 +210,8 @@ CHECKS: Final[dict[str, Callable[[Evidence], Iterator[Violation]]]] = {
     "C4": one_claim,
     "C5": fenced,
     "C6": in_order,
+    "C7": effect_once,
+    "C8": ack_rule,
     "C9": within_budget,
     "C10": deduped,
     "C11": conserved,

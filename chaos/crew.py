@@ -18,7 +18,7 @@ from .worker import Setting
 __all__ = ["Crew"]
 
 _ROOT: Final = Path(__file__).parents[1]
-_ROLES: Final = {"d": "dispatcher", "p": "producer", "r": "receiver"}
+_ROLES: Final = {"c": "consumer", "d": "dispatcher", "p": "producer", "r": "receiver"}
 _PIPE: Final = asyncio.subprocess.PIPE
 #: How long a worker may take to end after it was asked to.
 _FAREWELL: Final = 30.0
@@ -90,6 +90,8 @@ class Crew:
         setting = self._members[name].setting
         if name.startswith("p"):
             return [b"COMMIT"]
+        if name.startswith("c"):
+            return [b"COMMIT", b"COMMIT", b""]
         if setting.store == "mariadb":
             return [b"COMMIT", b"SET status = 'processing'", b"SET status = 'delivered'", b""]
         # Statements are prepared, so that only their values are on the wire: a claim has the worker's id.
@@ -151,9 +153,9 @@ class Crew:
         await asyncio.gather(*keepers, return_exceptions=True)
 
     def errors(self, is_bad: Callable[[str], bool]) -> list[str]:
-        """Return the bad lines of what dispatchers wrote to their standard error."""
+        """Return the bad lines of what dispatchers and consumers wrote to their standard error."""
         found: list[str] = []
-        for path in sorted(self._folder.glob("d*.stderr")):
+        for path in sorted(self._folder.glob("[cd]*.stderr")):
             found += [f"{path.stem}: {line}" for line in path.read_text(errors="replace").splitlines() if is_bad(line)]
         return found
 

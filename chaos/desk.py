@@ -13,9 +13,10 @@ from uuid import UUID
 from postroom import Added, Outbox
 from postroom.outbox import Options
 
-__all__ = ["BUSINESS", "Desk", "Rollback", "desk_for"]
+__all__ = ["BUSINESS", "EFFECTS", "Desk", "Rollback", "desk_for"]
 
 BUSINESS = "chaos_business"
+EFFECTS = "chaos_effects"
 
 
 class Rollback(Exception):  # noqa: N818 -- no error but a decision

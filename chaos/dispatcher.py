@@ -25,7 +25,7 @@ from postroom.stores import open_url
 from .history import History
 from .worker import Setting, at_work
 
-__all__ = ["LEASE", "MAX_ATTEMPTS", "REFUSAL", "Recorded", "Wire", "main"]
+__all__ = ["LEASE", "MAX_ATTEMPTS", "REFUSAL", "Recorded", "Wire", "main", "watch_vitals"]
 
 LEASE: Final = timedelta(seconds=2)
 MAX_ATTEMPTS: Final = 8
@@ -154,7 +154,16 @@ class Tally:
 
 def _lines(messages: Sequence[Message], payloads: Sequence[dict[str, object]]) -> list[bytes]:
     lines = [
-        {"id": str(m.id), "topic": m.topic, "key": m.key, "token": m.token, "attempt": m.attempt, **payload}
+        {
+            "id": str(m.id),
+            "topic": m.topic,
+            "key": m.key,
+            "token": m.token,
+            "attempt": m.attempt,
+            "event_type": m.type,
+            "payload": m.payload.decode(),
+            **payload,
+        }
         for m, payload in zip(messages, payloads, strict=True)
     ]
     return [json.dumps(line).encode() + b"\n" for line in lines]
@@ -168,7 +177,7 @@ def _open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").glob("*"))  # none where there is no such folder
 
 
-async def _watch_vitals(history: History) -> None:
+async def watch_vitals(history: History) -> None:
     """Write down now and then what could leak."""
     while True:
         tasks = len(asyncio.all_tasks())
@@ -199,7 +208,7 @@ async def _run(setting: Setting) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, dispatcher.stop_soon)
     history.write("start", "ok", life=setting.life, skew=setting.skew)
     at_work()
-    vitals = asyncio.create_task(_watch_vitals(history))
+    vitals = asyncio.create_task(watch_vitals(history))
     try:
         await dispatcher.run()
     finally:

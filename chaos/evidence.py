@@ -6,10 +6,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from .audit import Change, Row
+from .audit import Change, Effect, Letter, Row
+from .groups import OUTPUTS
 from .history import Event
 
-__all__ = ["OPEN", "Answer", "Claimed", "Evidence", "Received", "Sent", "Settled", "Violation", "gather"]
+__all__ = [
+    "OPEN",
+    "Answer",
+    "Claimed",
+    "Effect",
+    "Evidence",
+    "Handling",
+    "Letter",
+    "Received",
+    "Sent",
+    "Settled",
+    "Violation",
+    "gather",
+]
 
 #: The states in which a message still waits for something.
 OPEN: Final = frozenset({"pending", "processing"})
@@ -86,6 +100,16 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """A moment in the handling of a message by a consumer, under the number of its hand-out."""
+
+    t: int
+    consumer: str
+    id: str
+    handle: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """All that is known of a run."""
 
@@ -99,9 +123,22 @@ class Evidence:
     rows: Sequence[Row] = ()
     changes: Sequence[Change] = ()
     business: frozenset[str] = frozenset()
+    #: What handlers wrote, what the inbox knows, and the dead letters beside it.
+    effects: Sequence[Effect] = ()
+    marks: frozenset[tuple[str, str]] = frozenset()
+    letters: Sequence[Letter] = ()
+    #: When a handler began, when everything around it had ended well, and when the message was acknowledged.
+    begun: Sequence[Handling] = ()
+    handled: Sequence[Handling] = ()
+    acks: Sequence[Handling] = ()
+    #: Which consumers get the messages of which topics.
+    groups: Sequence[str] = ()
+    topics: Sequence[str] = ()
     #: The whole merged history, for what is only counted.
     events: Sequence[Event] = ()
     max_attempts: int = 8
+    #: After how many deliveries a consumer gives up.
+    handlings: int = 8
     on_dead: str = "block"
     #: What went wrong with the processes themselves: exits, standard error, sessions left behind.
     complaints: Sequence[str] = ()
@@ -118,11 +155,26 @@ class Evidence:
         return self._rows.get(identity)
 
 
-def gather(events: Sequence[Event], **known: Any) -> Evidence:  # noqa: ANN401 -- the other fields of Evidence
-    """Return the evidence in merged histories, together with what the tables say."""
+def gather(
+    events: Sequence[Event],
+    *,
+    effects: Sequence[Effect] = (),
+    business: frozenset[str] = frozenset(),
+    **known: Any,  # noqa: ANN401 -- the other fields of Evidence
+) -> Evidence:
+    """Return the evidence in merged histories, together with what the tables say.
+
+    The output of a handler is a message like others, and its effect the business row that goes with it.
+    """
+    outputs = [one.output for one in effects]
     return Evidence(
         events=events,
-        sent=list(_sent(events)),
+        effects=effects,
+        business=business.union(outputs),
+        sent=[*_sent(events), *(Sent(id=output, topic=OUTPUTS) for output in outputs)],
+        begun=_handlings(events, "effect"),
+        handled=_handlings(events, "handled"),
+        acks=_handlings(events, "ack"),
         received=[
             Received(t=e["t"], id=e["id"], topic=e["topic"], key=e["key"], n=e["n"], token=e["token"])
             for e in events
@@ -157,6 +209,14 @@ def _claims(events: Iterable[Event], op: str) -> list[Claimed]:
         for event in events
         if event["op"] == op and event["type"] == "ok"
         for identity, token in event["claims"]
+    ]
+
+
+def _handlings(events: Iterable[Event], op: str) -> list[Handling]:
+    return [
+        Handling(t=event["t"], consumer=event["consumer"], id=event["id"], handle=event["handle"])
+        for event in events
+        if event["op"] == op
     ]
 
 

@@ -37,6 +37,12 @@ _PRODUCER: Final[_Menu] = {
     "pause producer": (2, 0.2, 2.0),
     "skew producer": (2, 0.0, 0.0),
 }
+_CONSUMER: Final[_Menu] = {
+    "kill consumer": (5, 0.0, 0.0),
+    # Long enough for the broker to hand its messages to somebody else.
+    "pause consumer": (3, 1.0 * _LEASE, 1.5 * _LEASE),
+    "skew consumer": (1, 0.0, 0.0),
+}
 _SERVER: Final[_Menu] = {"kill server": (3, 0.0, 1.0), "pause server": (2, 0.3, 2.5)}
 _RECEIVER: Final[_Menu] = {"kill receiver": (1, 0.1, 2.0), "pause receiver": (1, 0.2, 2.0)}
 _NETWORK: Final[_Menu] = {
@@ -47,7 +53,23 @@ _NETWORK: Final[_Menu] = {
     "latency": (1, 0.5, 3.0),
     "lost reply": (4, 1.0, 3.0),
 }
+#: The way to the broker; what is lost there is an acknowledgement, a message or a request for one.
+_LINK: Final[_Menu] = {
+    "cut link": (3, 0.0, 0.0),
+    "black hole link": (1, 0.3, 3.0),
+    "one-way black hole link": (2, 0.3, 3.0),
+    "refuse link": (1, 0.2, 2.0),
+    "latency link": (1, 0.5, 3.0),
+}
 _LOCK: Final[_Menu] = {"hold lock": (1, 0.2, 4.0)}
+
+
+#: What hits the process itself of each kind of worker, and how much time passes between two faults.
+_OWN: Final[Mapping[str, tuple[_Menu, float, float]]] = {
+    "d": (_DISPATCHER, 3.0, 9.0),
+    "p": (_PRODUCER, 5.0, 15.0),
+    "c": (_CONSUMER, 4.0, 12.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +105,13 @@ def _lanes(store: str, workers: Sequence[str]) -> list[tuple[str, _Menu, float, 
     """Return who can be hit by what, and how much time passes between two faults."""
     lanes: list[tuple[str, _Menu, float, float]] = [("receiver", _RECEIVER, 5.0, 14.0)]
     for worker in workers:
-        is_dispatcher = worker.startswith("d")
-        lanes.append((worker, _DISPATCHER, 3.0, 9.0) if is_dispatcher else (worker, _PRODUCER, 5.0, 15.0))
+        lanes.append((worker, *_OWN[worker[0]]))
         if store != "sqlite":
-            lanes.append((f"{worker} network", _NETWORK, 2.0, 6.0))
+            # A consumer has two ways that may fail, and needs both.
+            shortest, longest = (4.0, 10.0) if worker.startswith("c") else (2.0, 6.0)
+            lanes.append((f"{worker} network", _NETWORK, shortest, longest))
+        if worker.startswith("c"):
+            lanes.append((f"{worker} link", _LINK, 4.0, 12.0))
     lanes.append(("database", _LOCK, 3.0, 8.0) if store == "sqlite" else ("server", _SERVER, 8.0, 18.0))
     return lanes
 
@@ -129,8 +154,8 @@ class Nemesis:
 
     def _cause(self, fault: Fault) -> Awaitable[None]:
         verb, _, _ = fault.kind.partition(" ")
-        if fault.victim.endswith(" network"):
-            return self._disturb(self._proxies[fault.victim.partition(" ")[0]], fault)
+        if fault.victim.endswith((" network", " link")):
+            return self._disturb(self._proxies[fault.victim], fault)
         if fault.victim == "database":
             return asyncio.to_thread(self._hold_lock, fault.length)
         if fault.victim == "server":
@@ -157,7 +182,7 @@ class Nemesis:
             connection.rollback()
 
     async def _disturb(self, proxy: FaultProxy, fault: Fault) -> None:
-        match fault.kind:
+        match fault.kind.removesuffix(" link"):
             case "cut":
                 proxy.cut()
             case "black hole":

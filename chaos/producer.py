@@ -16,16 +16,28 @@ from postroom import Outbox
 from postroom.errors import CommitUnknownError
 
 from .desk import Desk, Rollback, desk_for
+from .groups import TOPICS, UNHANDLED
 from .history import History, Stage
 from .worker import Setting, at_work
 
 __all__ = ["Draft", "Producer", "main"]
 
-_TOPICS: Final = ("orders", "mail")
 _KEYS: Final = 6
 #: What transactions add, by how often.
-_MIX: Final = {"poison": 10, "reject": 10, "killer": 0.2, "deduped": 100, "delayed": 80, "batch": 800}
-_FATED: Final = 20
+_MIX: Final = {
+    "poison": 10,
+    "reject": 10,
+    "killer": 0.2,
+    "deduped": 100,
+    "delayed": 80,
+    "batch": 800,
+    # What a dispatcher delivers and no consumer gets done.
+    "sour": 8,
+    "spurned": 8,
+    "deadly": 0.1,
+}
+#: What is sure to come early in every run, since it takes long and nothing else leads through all of its attempts.
+_FATED: Final = {15: "sour", 20: "killer", 150: "deadly"}
 _ROLLED_BACK: Final = 0.15
 #: How long a transaction may take, faults included.
 _PATIENCE: Final = 6.0
@@ -133,11 +145,14 @@ class Producer:
 
     def _drafts(self) -> list[Draft]:
         """Return what one transaction adds: a batch of one key, or single messages of several kinds."""
-        # One is sure to come early in every run: nothing else leads a message through all of its attempts to the sweep.
-        is_fated = (self._name, self._transactions) == ("p0.0", _FATED)
-        kind = "killer" if is_fated else self._rng.choices(list(_MIX), list(_MIX.values()))[0]
+        fate = _FATED.get(self._transactions) if self._name == "p0.0" else None
+        kind = fate or self._rng.choices(list(_MIX), list(_MIX.values()))[0]
         if kind == "deduped":
             return [self._deduped()]
+        if kind == "deadly":
+            return [self._draft(None, ahead=1, kind=kind)]
+        if kind in UNHANDLED:
+            return [self._draft(self._rng.choice([None, *self._keys]), ahead=1, kind=kind)]
         if kind not in {"batch", "delayed"}:
             return self._doomed(kind)
         key = None if self._chance(0.25) else self._rng.choice(self._keys)
@@ -163,7 +178,7 @@ class Producer:
 
     def _draft(self, key: str | None, *, ahead: int, kind: str = "plain", delay: float = 0.0) -> Draft:
         # A key belongs to one topic; without a key anything goes.
-        topic = self._rng.choice(_TOPICS) if key is None else _TOPICS[int(key.rpartition("/")[2]) % 2]
+        topic = self._rng.choice(TOPICS) if key is None else TOPICS[int(key.rpartition("/")[2]) % 2]
         number = 0 if key is None else self._numbers[key] + ahead
         return Draft(topic=topic, key=key, n=number, kind=kind, delay=delay)
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from .checker import Violation, check, duplicates
+from .consuming import OUTAGES, absorbed
 from .evidence import Claimed, Evidence, Settled
+from .groups import UNHANDLED
 from .history import Event
 
 __all__ = ["Verdict", "judge", "reached", "recoveries", "write"]
@@ -36,6 +38,9 @@ class Verdict:
     faults: dict[str, int]
     messages: int
     duplicates: int
+    #: How many effects handlers had, and how many duplicates had none.
+    effects: int
+    absorbed: int
     violations: Sequence[Violation]
     reached: dict[str, int]
     #: Seconds until work went on, after each fault of a kind.
@@ -45,7 +50,14 @@ class Verdict:
     def line(self) -> str:
         """The verdict in one line."""
         broken = Counter(violation.check for violation in self.violations)
-        named = {"C1": "lost", "C2": "phantom", "C4": "double claims", "C6": "order violations"}
+        named = {
+            "C1": "lost",
+            "C2": "phantom",
+            "C4": "double claims",
+            "C6": "order violations",
+            "C7": "double effects",
+            "C8": "early acks",
+        }
         counts = [f"{broken.pop(check, 0)} {name}" for check, name in named.items()]
         counts += [f"{number} of {check}" for check, number in sorted(broken.items())]
         faults = ", ".join(f"{kind} {number}" for kind, number in sorted(self.faults.items()))
@@ -53,7 +65,8 @@ class Verdict:
         return (
             f"{'FAILED' if self.violations else 'OK'} {self.store} seed {self.seed}: "
             f"{sum(self.faults.values())} faults ({faults}); {self.messages} messages, {self.duplicates} duplicates, "
-            f"{', '.join(counts)}; recovery p50 {_quantile(times, 0.5):.2f} s, p99 {_quantile(times, 0.99):.2f} s"
+            f"{self.effects} effects, {self.absorbed} duplicates absorbed, {', '.join(counts)}; "
+            f"recovery p50 {_quantile(times, 0.5):.2f} s, p99 {_quantile(times, 0.99):.2f} s"
         )
 
     @property
@@ -78,6 +91,8 @@ def judge(evidence: Evidence, *, store: str, seed: int, seconds: float, version:
         faults=dict(Counter(done)),
         messages=len(evidence.rows),
         duplicates=duplicates(evidence),
+        effects=len(evidence.effects),
+        absorbed=absorbed(evidence),
         violations=check(evidence),
         reached=reached(evidence),
         recovery=recoveries(evidence),
@@ -103,17 +118,36 @@ def reached(evidence: Evidence) -> dict[str, int]:
         "rolled back": sum(one.end == "fail" for one in evidence.sent),
         "swept": sum(event["count"] for event in evidence.events if event["op"] == "sweep"),
         "dead": sum(row.status == "dead" for row in evidence.rows),
+        **_reached_by_consumers(evidence),
         "breaker opened": sum(event.get("name") == "BreakerOpened" for event in evidence.events),
+    }
+
+
+def _reached_by_consumers(evidence: Evidence) -> dict[str, int]:
+    kinds = {one.id: one.kind for one in evidence.sent}
+    done = {(one.consumer, one.id) for one in evidence.effects}
+    ended = {one.handle for one in evidence.handled}
+    failed = [e for e in evidence.events if e["op"] == "event" and e["name"] == "HandlingFailed"]
+    unknown = [e for e in failed if e["error"] == "CommitUnknownError"]
+    return {
+        "duplicates absorbed": absorbed(evidence),
+        "handlings that came to nothing": len({one.handle for one in evidence.begun} - ended),
+        "swallowed errors told": sum(event["error"] == "TransactionAbortedError" for event in failed),
+        "unknown commits of handlers": len(unknown),
+        "of them effective in the end": sum((e["consumer"], e["id"]) in done for e in unknown),
+        "handlings that the store was away for": sum(event["error"] in OUTAGES for event in failed),
+        "dead letters": len(evidence.letters),
+        "dead letters of sound messages": sum(kinds.get(one.id) not in UNHANDLED for one in evidence.letters),
     }
 
 
 def recoveries(evidence: Evidence) -> dict[str, list[float]]:
     """Return for each kind of fault how long it took until work went on.
 
-    After a dispatcher died: until everything that it held is settled by somebody. After any other fault: from its end
-    until the next delivery.
+    After a dispatcher died: until everything that it held is settled by somebody. After a fault of a consumer: from
+    its end until the next message was handled. After any other fault: from its end until the next delivery.
     """
-    times = [one.t for one in evidence.received]
+    received, handled = [one.t for one in evidence.received], [one.t for one in evidence.handled]
     accepted = sorted((one for one in evidence.settled if one.accepted), key=_time)
     found: dict[str, list[float]] = {}
     begun: dict[str, Event] = {}
@@ -126,6 +160,7 @@ def recoveries(evidence: Evidence) -> dict[str, list[float]]:
         start = begun.get(event["victim"], event)
         is_death = event["kind"] in {"kill dispatcher", "skew dispatcher"}
         seconds = _orphaned(evidence, accepted, start) if is_death else None
+        times = handled if event["victim"].startswith("c") else received
         place = bisect_right(times, event["t"])
         if seconds is None and place < len(times):
             seconds = (times[place] - event["t"]) / _SECOND
@@ -174,6 +209,8 @@ def _trail(evidence: Evidence, violation: Violation) -> list[str]:
     events = [shown for event in evidence.events if (shown := _only(event, ids))]
     tables: list[Any] = [row for row in evidence.rows if row.id in ids]
     tables += [change for change in evidence.changes if change.id in ids]
+    tables += [effect for effect in evidence.effects if effect.id in ids]
+    tables += [letter for letter in evidence.letters if letter.id in ids]
     return [*(json.dumps(event) for event in events), *(str(asdict(one)) for one in tables)]
 
 

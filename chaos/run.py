@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -24,6 +24,7 @@ from .audit import Truth, truth_of
 from .crew import Crew
 from .dispatcher import MAX_ATTEMPTS
 from .evidence import gather
+from .groups import GROUPS, HANDLINGS, TOPICS
 from .history import History, read
 from .nemesis import Nemesis, plan
 from .report import Verdict, judge, write
@@ -32,7 +33,10 @@ from .worker import Setting
 __all__ = ["Options", "run"]
 
 _SERVERS: Final[dict[str, type[SqlServer]]] = {"postgres": PostgresServer, "mariadb": MariaDBServer}
-_WORKERS: Final = ("d0", "d1", "d2", "p0", "p1")
+_CONSUMERS: Final = ("c0", "c1", "c2", "c3")
+_WORKERS: Final = ("d0", "d1", "d2", "p0", "p1", *_CONSUMERS)
+#: Those that use psycopg on PostgreSQL, where the others use asyncpg.
+_PSYCOPG: Final = ("d1", "c2")
 #: How long nothing may move before what is left counts as stuck.
 _PATIENCE: Final = 15.0
 _LOOPBACK: Final = "127.0.0.1"
@@ -78,6 +82,12 @@ async def run(options: Options) -> Verdict:
             rows=truth.rows(),
             changes=truth.changes(),
             business=frozenset(truth.business()),
+            effects=truth.effects(),
+            marks=frozenset(truth.marks()),
+            letters=truth.letters(),
+            groups=tuple(GROUPS),
+            topics=TOPICS,
+            handlings=HANDLINGS,
             max_attempts=MAX_ATTEMPTS,
             on_dead=options.on_dead,
             complaints=complaints,
@@ -97,9 +107,9 @@ async def _phases(
     told = {**asdict(options), "on_dead": options.on_dead, "commit": _commit(), "python": sys.version.split()[0]}
     (Path(options.folder) / "options.json").write_text(json.dumps(told, indent=2) + "\n")
     (Path(options.folder) / "schedule.json").write_text(json.dumps([asdict(fault) for fault in faults]) + "\n")
-    async with _proxies(server) as proxies:
+    async with _proxies(server, _port_of(options)) as proxies:
         for name in ("receiver", *_WORKERS):
-            crew.hire(_setting(options, name, truth.url, proxies.get(name)))
+            crew.hire(_setting(options, name, truth.url, proxies))
         database = truth.url.removeprefix("sqlite:///") if server is None else server
         nemesis = Nemesis(faults, crew, history, proxies=proxies, database=database)
         async with asyncio.timeout(120):
@@ -107,8 +117,9 @@ async def _phases(
         async with asyncio.timeout(options.seconds + 120):
             await asyncio.gather(nemesis.rage(options.seconds), _progress(options, truth))
         await crew.dismiss("p")
-        undrained = await _drain(truth)
+        undrained = await _drain(options, truth)
         left = [f"a transaction was left open: {one}" for one in await _lasting(truth.idle_transactions)]
+        await crew.dismiss("c")
         await crew.dismiss("d")
         left += [f"a session was left: {one}" for one in await _lasting(truth.sessions)]
     return undrained, [*crew.failures, *crew.errors(lambda line: any(alarm in line for alarm in _ALARMS)), *left]
@@ -127,15 +138,30 @@ async def _progress(options: Options, truth: Truth) -> None:
         print(f"{time.monotonic() - began:5.0f} of {options.seconds:.0f} s: {state}", file=sys.stderr, flush=True)
 
 
-async def _drain(truth: Truth) -> int:
-    """Wait until nothing waits any more, or nothing moves; return how much is left."""
-    left, moved = await asyncio.to_thread(truth.unsettled), time.monotonic()
+async def _drain(options: Options, truth: Truth) -> int:
+    """Wait until nothing waits any more, in the store or at the broker, or nothing moves; return how much is left."""
+    left, moved = await _left(options, truth), time.monotonic()
     while left[0] and time.monotonic() - moved < _PATIENCE:
         await asyncio.sleep(0.25)
-        now = await asyncio.to_thread(truth.unsettled)
+        now = await _left(options, truth)
         if now != left:
             left, moved = now, time.monotonic()
     return left[0]
+
+
+async def _left(options: Options, truth: Truth) -> tuple[int, int]:
+    """Return how much waits and how much is done; the broker first, since what it hands out leads to more messages."""
+    try:
+        reader, writer = await asyncio.open_connection(_LOOPBACK, _port_of(options))
+        try:
+            writer.write(b'{"count": true}\n')
+            at_broker: list[int] = json.loads(await reader.readline() or b"[1, 0]")
+        finally:
+            writer.close()
+    except OSError:
+        at_broker = [1, 0]  # it is being started again, so that nobody knows
+    in_store = await asyncio.to_thread(truth.unsettled)
+    return at_broker[0] + in_store[0], at_broker[1] + in_store[1]
 
 
 async def _lasting(ask: Callable[[], list[str]]) -> list[str]:
@@ -148,17 +174,18 @@ async def _lasting(ask: Callable[[], list[str]]) -> list[str]:
     return left
 
 
-def _setting(options: Options, name: str, url: str, proxy: FaultProxy | None) -> Setting:
-    if proxy is not None:
-        url = urlsplit(url)._replace(netloc=_netloc(url, proxy.port)).geturl()
-    if options.store == "postgres" and name == "d1":
+def _setting(options: Options, name: str, url: str, proxies: Mapping[str, FaultProxy]) -> Setting:
+    network, link = proxies.get(f"{name} network"), proxies.get(f"{name} link")
+    if network is not None:
+        url = urlsplit(url)._replace(netloc=_netloc(url, network.port)).geturl()
+    if options.store == "postgres" and name in _PSYCOPG:
         url = url.replace("postgresql://", "postgresql+psycopg://")
     return Setting(
         name=name,
         store=options.store,
         url=url,
         folder=options.folder,
-        port=_port_of(options),
+        port=_port_of(options) if link is None else link.port,
         seed=options.seed,
         on_dead=options.on_dead,
     )
@@ -196,14 +223,13 @@ async def _database(options: Options) -> AsyncIterator[tuple[str, SqlServer | No
 
 
 @contextlib.asynccontextmanager
-async def _proxies(server: SqlServer | None) -> AsyncIterator[dict[str, FaultProxy]]:
-    """Yield a proxy for each worker that has a network."""
+async def _proxies(server: SqlServer | None, receiver: int) -> AsyncIterator[dict[str, FaultProxy]]:
+    """Yield a proxy to the database for each worker that has a network, and one to the broker for each consumer."""
+    ports = {f"{name} link": receiver for name in _CONSUMERS}
+    if server is not None:
+        ports.update({f"{name} network": server.port for name in _WORKERS})
     async with contextlib.AsyncExitStack() as stack:
-        proxies: dict[str, FaultProxy] = {}
-        if server is not None:
-            for name in _WORKERS:
-                proxies[name] = await stack.enter_async_context(FaultProxy(_LOOPBACK, server.port))
-        yield proxies
+        yield {name: await stack.enter_async_context(FaultProxy(_LOOPBACK, port)) for name, port in ports.items()}
 
 
 def _commit() -> str:

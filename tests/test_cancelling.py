@@ -100,7 +100,7 @@ class Site:
 
     def drop_tables(self) -> None:
         views = " CASCADE" if self.kind in {"asyncpg", "psycopg"} else ""
-        for table in ("postroom_outbox", "postroom_outbox_version"):
+        for table in ("postroom_outbox", "postroom_outbox_version", "postroom_inbox", "postroom_inbox_dead"):
             self.run(f"DROP TABLE IF EXISTS {table}{views}")
 
     def expire(self) -> None:
@@ -329,6 +329,28 @@ async def test_an_error_can_be_raised_at_every_suspension_instead() -> None:
     assert outcomes == ["survived", "done"]
 
 
+async def test_a_fault_can_happen_at_every_suspension_instead() -> None:
+    """What goes wrong elsewhere, such as in a network, goes wrong while the operation waits, and it goes on."""
+    outcomes: list[tuple[bool, list[str]]] = []
+    seen: list[str] = []
+
+    async def operation() -> None:
+        await asyncio.sleep(0)
+        seen.append("first")
+        await asyncio.sleep(0)
+        seen.append("second")
+
+    for cut in cuts(fault=lambda: seen.append("fault")):
+        seen.clear()
+        await cut.run(operation())
+        outcomes.append((cut.happened, list(seen)))
+    assert outcomes == [
+        (True, ["fault", "first", "second"]),
+        (True, ["first", "fault", "second"]),
+        (False, ["first", "second"]),
+    ]
+
+
 # -- stores ----------------------------------------------------------------------------------------------------------
 
 Operation: TypeAlias = Callable[[Store, Site], Awaitable[Callable[[], Coroutine[Any, Any, object]]]]
@@ -486,7 +508,7 @@ async def test_a_cancelled_change_of_the_schema_can_be_made_again(site: Site) ->
 
             await site.is_quiet(cut)
             if site.kind == "asyncpg":
-                tables = "SELECT count(*) FROM pg_class WHERE relname IN ('postroom_outbox', 'postroom_outbox_version')"
+                tables = "SELECT count(*) FROM pg_class WHERE relname IN ('postroom_outbox', 'postroom_inbox_dead')"
                 assert site.run(tables)[0][0] in {0, 2}, cut  # it is one transaction there
             else:
                 await store.apply_schema()

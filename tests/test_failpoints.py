@@ -18,12 +18,22 @@ from pathlib import Path
 import pytest
 
 import postroom
-from postroom import Delivered, Dispatcher, Message, Outbox
-from postroom.errors import ConfigurationError, StoreUnavailableError
+from postroom import Consumer, Delivered, Dispatcher, Message, Outbox, Router, transactional
+from postroom.brokers import MemoryBroker
+from postroom.dead_letters import StoredDeadLetters
+from postroom.errors import ConfigurationError, RejectError, StoreUnavailableError
 from postroom.store import Store
 from postroom.stores import MemoryStore, SQLiteStore
 from postroom.testing.failpoints import POINTS, Failpoints, block, cancel, raising, wait
-from postroom.testing.taps import TappedPublisher, TappedStore, tapped_send
+from postroom.testing.taps import (
+    TappedDeadLetters,
+    TappedHandlers,
+    TappedPool,
+    TappedPublisher,
+    TappedStore,
+    TappedSubscriber,
+    tapped_send,
+)
 
 SOURCE = Path(postroom.__file__).parent
 TICK = timedelta(milliseconds=30)
@@ -161,6 +171,83 @@ async def test_a_message_passes_every_point_of_its_life_in_order(store: SQLiteSt
         "settle.after",
     ]
     assert set(points.order) < POINTS
+
+
+async def receive(store: SQLiteStore, points: Failpoints, router: Router) -> None:
+    """Have a message handled with every tap of a consumer around it, until the broker has heard of it."""
+    broker = MemoryBroker()
+    letters = StoredDeadLetters(store.inbox("stock"), store.transactions())
+    stack = transactional(
+        store,
+        consumer="stock",
+        pool=TappedPool(store, points),
+        dead_letters=TappedDeadLetters(letters, points),
+        listener=lambda _: None,
+    )
+    consumer = Consumer(
+        TappedSubscriber(broker.subscribe("orders", group="stock"), points),
+        router,
+        stack,
+        TappedHandlers(points),
+        backoff=lambda _: timedelta(0),
+        listener=lambda _: None,
+    )
+    points.on("ack.after", consumer.stop_soon)
+    await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+    await consumer.run()
+
+
+async def test_a_delivery_passes_every_point_up_to_its_acknowledgement_in_order(store: SQLiteStore) -> None:
+    """F-01, F-14, F-16: acknowledging is outermost, and comes after the commit."""
+    points, router = Recording(), Router()
+
+    @router.on("order.placed")
+    async def handle(_: Message) -> Message:
+        return Message(topic="t", payload=b"{}")
+
+    await receive(store, points, router)
+
+    assert points.order == [
+        "deliver.after",
+        "tx.begin",
+        "tx.begun",
+        "handle.before",
+        "handle.after",
+        "commit.before",
+        "commit.after",
+        "ack.before",
+        "ack.after",
+    ]
+
+
+async def test_a_rejected_delivery_is_a_dead_letter_before_it_is_acknowledged(store: SQLiteStore) -> None:
+    """G8: a crash in between leads to a second delivery, never to none."""
+    points, router = Recording(), Router()
+
+    @router.on("order.placed")
+    async def handle(_: Message) -> None:
+        raise RejectError("never")
+
+    await receive(store, points, router)
+
+    assert points.order[-4:] == ["bury.before", "bury.after", "ack.before", "ack.after"]
+    assert "commit.before" not in points.order
+
+
+async def test_a_delivery_that_failed_is_given_back_between_two_points(store: SQLiteStore) -> None:
+    """F-03: what is raised before COMMIT undoes the transaction, and the message comes again."""
+    points, router = Recording(), Router()
+    points.on("commit.before", raising(RuntimeError("made to fail")))
+    handled: list[int] = []
+
+    @router.on("order.placed")
+    async def handle(message: Message) -> None:
+        handled.append(message.attempt)
+
+    await receive(store, points, router)
+
+    assert handled == [1, 2]
+    assert points.hits["nack.before"] == points.hits["nack.after"] == points.hits["ack.after"] == 1
 
 
 async def test_what_is_raised_between_statements_undoes_the_transaction(store: SQLiteStore, sqlite_path: Path) -> None:

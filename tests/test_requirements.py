@@ -10,9 +10,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "requirements.md"
-REQUIRED = [f"S2-{number:02}" for number in range(1, 53)] + [f"S4-{number:02}" for number in range(1, 25)]
-_ID = re.compile(r"\b[SG]\d-\d\d\b")
-_ROW = re.compile(r"^\| (S\d-\d\d) \| (.*?) \|(.*)\|$")
+#: How many requirements each document has.
+_COUNTS = {"F": 25, "S1": 43, "S2": 52, "S4": 24}
+REQUIRED = [f"{document}-{number:02}" for document, count in _COUNTS.items() for number in range(1, count + 1)]
+_ID = re.compile(r"\b(?:F|S\d)-\d\d\b")
+_ROW = re.compile(r"^\| ((?:F|S\d)-\d\d) \| (.*?) \|(.*)\|$")
 
 
 def proofs_by_requirement() -> dict[str, list[str]]:

@@ -36,7 +36,6 @@ from postroom.message import Message
 from postroom.outbox import Outbox
 from postroom.store import ClaimTerms
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
-from postroom.stores.sql import hints
 from postroom.stores.sql.dialect import Dialect, Server
 from postroom.stores.sql.dialects.mysql import MySQL, parse_version
 from postroom.stores.sql.dialects.postgres import PostgreSQL
@@ -303,32 +302,6 @@ async def test_a_hundred_hints_at_once_are_one_notification(
         await until(lambda: len(heard) >= 2, "the next hint arrives")
 
         assert len(heard) == 2
-
-
-async def test_hints_are_gathered_while_many_producers_commit_and_not_while_one_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """G11: many share a hint, and a single producer has its message delivered at once."""
-    monkeypatch.setattr(hints, "APART", 60.0)
-    sent = 0
-
-    async def send() -> None:
-        nonlocal sent
-        sent += 1
-
-    async def ask(times: int) -> int:
-        for _ in range(times):
-            told.ask()
-        for _ in range(10):  # turns of the loop, far more than sending takes
-            await asyncio.sleep(0)
-        return sent
-
-    told = hints.Hints(send)
-    told.open()
-    assert [await ask(1) for _ in range(3)] == [1, 2, 3]
-    assert await ask(5) == 4
-    assert await ask(1) == 4
-    await told.close()
 
 
 async def test_hints_may_come_from_other_threads(postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]) -> None:

@@ -12,9 +12,11 @@ import psycopg
 import pymysql
 import pytest
 
-from chaos.audit import MariaDBTruth, Truth, truth_of
+from chaos.audit import Effect, Letter, MariaDBTruth, Truth, truth_of
+from chaos.consumer import WRITERS
 from chaos.desk import desk_for
-from postroom import ClaimTerms, Delivered, Outbox, Release, Settlement
+from postroom import ClaimTerms, Delivered, Message, Outbox, Release, Settlement
+from postroom.dead_letters import StoredDeadLetters
 from postroom.stores import SQLStore, open_url
 from postroom.testing.waiting import until
 
@@ -70,6 +72,22 @@ async def test_every_change_of_a_message_is_written_down_by_the_database(url: tu
     assert changes[0].at < (changes[0].new_until or 0)
     assert changes[0].at <= changes[1].at <= changes[2].at
     assert truth.unsettled() == (0, 1)
+
+
+async def test_what_consumers_leave_behind_is_read_past_the_library(url: tuple[str, str], store: SQLStore) -> None:
+    """Effects, marks in the inbox and dead letters, each with the consumer that they are of."""
+    truth, write = truth_of(*url), WRITERS[url[1].partition(":")[0]]
+    handled, given_up = Message(topic="orders", payload=b"{}"), Message(topic="orders", payload=b"{}", attempt=3)
+    inbox, transactions = store.inbox("stock"), store.transactions()
+
+    async with transactions.begin() as transaction:
+        assert await inbox.admit(transaction, handled)
+        await transaction.do(write, "stock", str(handled.id), 7, str(given_up.id))
+    await StoredDeadLetters(inbox, transactions).bury(given_up, "it always fails")
+
+    assert truth.effects() == [Effect(consumer="stock", id=str(handled.id), handle=7, output=str(given_up.id))]
+    assert truth.marks() == {("stock", str(handled.id))}
+    assert truth.letters() == [Letter(consumer="stock", id=str(given_up.id), attempts=3, error="it always fails")]
 
 
 @contextlib.contextmanager

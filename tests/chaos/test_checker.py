@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from chaos.audit import Change, Row
+from chaos.audit import Change, Effect, Letter, Row
 from chaos.checker import CHECKS, Violation, check, duplicates
-from chaos.evidence import Answer, Claimed, Evidence, Received, Sent, Settled, gather
+from chaos.evidence import Answer, Claimed, Evidence, Handling, Received, Sent, Settled, gather
 from chaos.history import Event, History, read
 from chaos.nemesis import plan
 from chaos.report import judge, reached, recoveries, write
 
-WORKERS = ("d0", "d1", "p0")
+WORKERS = ("d0", "d1", "p0", "c0")
 
 
 def changed(identity: str, old: tuple[str, int, int | None], new: tuple[str, int, int | None], at: int) -> Change:
@@ -38,10 +38,13 @@ def row(identity: str, seq: int, status: str = "delivered", **known: Any) -> Row
     return Row(id=identity, seq=seq, status=status, **fields)
 
 
-def delivered(identity: str, at: int, *, worker: str = "d0", n: int = 0, key: str | None = "k") -> dict[str, list[Any]]:
+def delivered(
+    identity: str, at: int, *, n: int = 0, key: str | None = "k", topic: str = "orders"
+) -> dict[str, list[Any]]:
     """Return all that one smooth delivery leaves behind."""
+    worker = "d0"
     return {
-        "received": [Received(t=at + 1, id=identity, key=key, n=n)],
+        "received": [Received(t=at + 1, id=identity, key=key, n=n, topic=topic)],
         "claimed": [Claimed(t=at, worker=worker, id=identity, token=1)],
         "settled": [Settled(t=at + 2, worker=worker, id=identity, token=1, outcome="delivered")],
         "answers": [Answer(t=at + 1, worker=worker, id=identity, token=1, word="delivered")],
@@ -52,9 +55,41 @@ def delivered(identity: str, at: int, *, worker: str = "d0", n: int = 0, key: st
     }
 
 
+#: Which effects there are, in order: the number of each is that of its hand-out, and part of the name of its output.
+EFFECTS = [("stock", "a"), ("stock", "b"), ("billing", "a"), ("billing", "b"), ("stock", "c")]
+OUTPUTS = [f"output {number}" for number in range(len(EFFECTS))]
+
+
+def handled() -> dict[str, Any]:
+    """Return all that five effects and a dead letter leave behind at the consumers."""
+    places = [*EFFECTS, ("billing", "c")]
+    moments = {
+        name: [
+            Handling(t=100 + 10 * handle + step, consumer=consumer, id=identity, handle=handle)
+            for handle, (consumer, identity) in enumerate(places)
+        ]
+        for step, name in enumerate(("begun", "handled", "acks"))
+    }
+    return {
+        **moments,
+        "effects": [
+            Effect(consumer=consumer, id=identity, handle=handle, output=OUTPUTS[handle])
+            for handle, (consumer, identity) in enumerate(EFFECTS)
+        ],
+        "marks": frozenset(EFFECTS),
+        "letters": [Letter(consumer="billing", id="c", attempts=8, error="it always fails")],
+        "groups": ("stock", "billing"),
+        "topics": ("orders",),
+    }
+
+
 def healthy() -> Evidence:
-    """A run: two messages of a key and one without, a rollback, an unknown commit, a repeat, a death with its cause."""
+    """A run: two messages of a key and one without, a rollback, an unknown commit, a repeat, a death with its cause.
+
+    Two consumers have handled what was delivered, and one of them has put a message aside.
+    """
     smooth = [delivered("a", 10, n=1), delivered("b", 20, n=2), delivered("c", 30, key=None)]
+    smooth += [delivered(output, 200, key=None, topic="effects") for output in OUTPUTS]
     merged: dict[str, Any] = {name: [one for story in smooth for one in story[name]] for name in smooth[0]}
     merged["changes"] += [
         changed("x", ("pending", 0, None), ("processing", 1, 140), 40),
@@ -73,6 +108,7 @@ def healthy() -> Evidence:
             Sent(id="unknown", end="info"),
             Sent(id="x", key="other", n=1, kind="reject"),
             Sent(id="y", key="other", n=2),
+            *(Sent(id=output, topic="effects") for output in OUTPUTS),
         ],
         rows=[
             row("a", 1, key="k"),
@@ -80,9 +116,11 @@ def healthy() -> Evidence:
             row("c", 3, dedupe="once"),
             row("x", 4, "dead", key="other", error="rejected"),
             row("y", 5, "pending", key="other", attempts=0, token=0),
+            *(row(output, 6 + number, topic="effects") for number, output in enumerate(OUTPUTS)),
         ],
-        business=frozenset({"a", "b", "c", "x", "y"}),
+        business=frozenset({"a", "b", "c", "x", "y", *OUTPUTS}),
         **merged,
+        **handled(),
     )
 
 
@@ -102,6 +140,13 @@ def with_sent(evidence: Evidence, identity: str, **changes: Any) -> Evidence:  #
 def more(evidence: Evidence, **lists: list[Any]) -> Evidence:
     longer: dict[str, Any] = {name: [*getattr(evidence, name), *extra] for name, extra in lists.items()}
     return replace(evidence, **longer)
+
+
+def earlier(evidence: Evidence, name: str, place: int, *, by: int) -> Evidence:
+    moved = list(getattr(evidence, name))
+    moved[place] = replace(moved[place], t=moved[place].t - by)
+    changes: dict[str, Any] = {name: moved}
+    return replace(evidence, **changes)
 
 
 def with_event(evidence: Evidence, **event: Any) -> Evidence:  # noqa: ANN401
@@ -157,6 +202,41 @@ BROKEN: list[tuple[str, str, Callable[[Evidence], Evidence]]] = [
         "C6",
         "what a dead message holds back goes all the same",
         lambda e: more(e, received=[Received(t=99, id="y", key="other", n=2)]),
+    ),
+    ("C1", "a consumer never gets a message", lambda e: replace(without(e, "a", "effects", "acks"), marks=frozenset())),
+    ("C1", "nobody hears of a message that was put aside", lambda e: without(e, "c", "letters", "acks")),
+    ("C2", "an output has no effect", lambda e: without(e, OUTPUTS[0], "sent")),
+    ("C3", "an effect has no output", lambda e: without(e, OUTPUTS[0], "rows")),
+    ("C6", "a consumer handles a key out of order", lambda e: replace(e, effects=list(reversed(e.effects)))),
+    ("C7", "an effect happens twice", lambda e: more(e, effects=[e.effects[0]])),
+    (
+        "C7",
+        "an effect happens twice, by two consumers of a group",
+        lambda e: more(e, effects=[Effect(consumer="stock", id="a", handle=99, output="another")]),
+    ),
+    ("C7", "a handler that fails has an effect", lambda e: with_sent(e, "a", kind="sour")),
+    ("C7", "an effect is not marked in the inbox", lambda e: replace(e, marks=e.marks - {("stock", "a")})),
+    ("C7", "the inbox knows a message that had no effect", lambda e: replace(e, marks=e.marks | {("billing", "c")})),
+    ("C8", "a message is acknowledged that had no effect", lambda e: without(e, "a", "effects")),
+    ("C8", "a message is acknowledged that is no dead letter", lambda e: without(e, "c", "letters")),
+    ("C8", "a message is acknowledged before its commit", lambda e: earlier(e, "acks", 0, by=1)),
+    ("C8", "a message is acknowledged that nobody handled", lambda e: replace(e, handled=e.handled[1:])),
+    (
+        "C8",
+        "a message is acknowledged while somebody else is about to handle it",
+        lambda e: more(
+            e,
+            handled=[Handling(t=90, consumer="stock", id="a", handle=7)],
+            acks=[Handling(t=91, consumer="stock", id="a", handle=7)],
+        ),
+    ),
+    ("C9", "a dead letter has no reason", lambda e: replace(e, letters=[replace(e.letters[0], error="")])),
+    ("C9", "a message is put aside too soon", lambda e: replace(e, letters=[replace(e.letters[0], attempts=2)])),
+    ("C9", "a dead letter comes from nowhere", lambda e: replace(e, letters=[replace(e.letters[0], id="y")])),
+    (
+        "C9",
+        "an outage of the database costs a delivery",
+        lambda e: with_event(e, op="nack", consumer="stock", id="a", handle=7, error="StoreUnavailableError"),
     ),
     ("C9", "a message has more attempts than allowed", lambda e: with_row(e, "c", attempts=9)),
     ("C9", "a message is dead without a reason", lambda e: with_row(e, "x", error=None)),
@@ -224,11 +304,28 @@ def test_a_late_duplicate_is_counted_and_no_violation() -> None:
     assert duplicates(again) == 1
 
 
+def test_a_message_that_was_put_aside_may_be_handled_after_all() -> None:
+    """At least once: while one consumer gives a message up, another may hold it and succeed. It has one effect then."""
+    evidence = more(
+        healthy(),
+        letters=[Letter(consumer="billing", id="a", attempts=8, error="it seems to kill its worker")],
+        handled=[Handling(t=105, consumer="billing", id="a", handle=7)],
+        acks=[Handling(t=106, consumer="billing", id="a", handle=7)],
+    )
+    late = evidence.effects[2]
+    others = [one for one in evidence.effects if one != late]
+
+    assert (late.consumer, late.id) == ("billing", "a")
+    assert check(replace(evidence, effects=[*others, late])) == []
+
+
 def test_a_slow_worker_may_confirm_what_the_sweep_has_buried() -> None:
     """The one race that is allowed: dead becomes delivered under the token that was current."""
     late = changed("x", ("dead", 1, None), ("delivered", 1, None), 60)
     settled = Settled(t=60, worker="d1", id="x", token=1, outcome="delivered")
     evidence = more(healthy(), changes=[late], settled=[settled], received=[Received(t=59, id="x", key="other", n=1)])
+
+    evidence = replace(evidence, groups=())  # none of them was there yet
 
     assert check(with_row(with_sent(evidence, "x", kind="plain"), "x", status="delivered")) == [
         Violation("C1", "committed, never received, pending", "y"),

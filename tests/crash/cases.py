@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from postroom.inbox import Mode
+
 from .worker import Arm
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Case",
     "Dispatching",
     "Producing",
+    "Receiving",
     "Sequel",
     "State",
     "fails",
@@ -118,14 +121,69 @@ class Producing:
         return _name("3.1", self.row, self.arms)
 
 
-Case: TypeAlias = Dispatching | Producing
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiving:
+    """What must be seen when a consumer is hit."""
+
+    row: str
+    arms: Sequence[Arm]
+    #: Another consumer takes over because the first is dead, has ended, or stands still, or because it is shot while
+    #: the other waits for it; or the first goes on alone.
+    sequel: Literal["dead", "ended", "stalled", "shot", "alone"]
+    stores: Sequence[str] = ALL
+    #: Why the row does not exist for SQLite, where that is not plain from the row.
+    why_not: str = ""
+    #: Whether the transaction is stored right after the fault.
+    stored: bool = False
+    #: What the broker took note of, in this order; the last of it is the acknowledgement.
+    told: Sequence[str] = ("Delivered",)
+    #: Whether the broker heard nothing of the message, and is made to hand it out again.
+    unheard: bool = False
+    #: How often the handler ran in all, and how often a message was known and skipped.
+    runs: int = 1
+    duplicates: int = 0
+    #: Why the first consumer says that it failed; None for any reason.
+    errors: Sequence[str] | None = ()
+    #: Whether the first consumer says that the broker did not take its acknowledgement.
+    ack_fails: bool = False
+    #: Whether the other consumer has to wait for the first one.
+    waits: bool = False
+    #: Whether it does not wait long.
+    is_impatient: bool = False
+    #: Whether the first connection must not be used for the next message.
+    new_session: bool = False
+    #: Whether no handler can handle the message.
+    is_poison: bool = False
+    #: Whether its handler returns nothing, so that COMMIT comes right after it.
+    is_quiet: bool = False
+    #: Whether the transaction of the message is the first one of its process.
+    is_cold: bool = False
+    #: How often the broker has it.
+    entries: int = 1
+    mode: Mode = "pessimistic"
+    handle_timeout: float = 30
+
+    @property
+    def name(self) -> str:
+        notes = (
+            (self.sequel, True),
+            ("the other waits", self.waits),
+            ("marked last", self.mode == "optimistic"),
+            ("quiet", self.is_quiet),
+            ("cold", self.is_cold),
+        )
+        name = _name("3.10" if self.is_poison else "3.1", self.row, self.arms)
+        return name + "".join(f", {note}" for note, is_so in notes if is_so)
+
+
+Case: TypeAlias = Dispatching | Producing | Receiving
 
 
 def why_not(case: Case, store: str) -> str:
     """Return why a case that other stores have cannot happen in this one, if that is so."""
     if store != "sqlite" or store in case.stores:
         return ""
-    return NO_WIRE if any(arm.action in {"cut", "lose"} for arm in case.arms) else case.why_not
+    return NO_WIRE if any(arm.action in {"cut", "lose", "lose_request"} for arm in case.arms) else case.why_not
 
 
 def _name(section: str, row: str, arms: Sequence[Arm]) -> str:

@@ -14,8 +14,9 @@ from uuid import UUID, uuid4
 
 from postroom import uuid7
 
-from .cases import Case, Dispatching, Producing, State
+from .cases import Case, Dispatching, Producing, Receiving, State
 from .nursery import Worker, start
+from .reception import receive
 from .sites import Row, Site, site_of
 from .table import CASES
 from .worker import Arm, Orders
@@ -49,6 +50,9 @@ def run_case(case: Case, url: str, folder: Path, *, lane: str = "both", variant:
         lane: Which messages there are: "keyed", "loose" (without a key) or "both".
         variant: The name of a broken variant that every worker applies: ``chaos.variants.apply(variant)``.
     """
+    if isinstance(case, Receiving):
+        receive(case, url, folder, variant)
+        return
     run = _Run(case, site_of(url), folder, LANES[lane], variant)
     if isinstance(case, Producing):
         _produce(run, case)

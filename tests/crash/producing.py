@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from .cases import POSTGRES, TRANSACTIONS, WIRED, Producing, fails
+from .cases import POSTGRES, WIRED, Producing, fails
 from .worker import Arm
 
 __all__ = ["PRODUCING"]
@@ -32,26 +32,19 @@ PRODUCING: Final[Sequence[Producing]] = (
         for point, nth in (("add.before", 1), ("add.before", 2))
     ],
     *[
+        # What has begun to end is ended, though the caller does not hear of it.
         Producing(
-            row="cancel / timeout in c-g",
-            arms=[Arm(point, "cancel_self", nth)],
-            stores=stores,
-            stored=stored,
-            heard="CancelledError",
+            row="cancel / timeout in c-g", arms=[Arm(point, "cancel_self", nth)], stored=True, heard="CancelledError"
         )
         for point, nth in (("add.after", 2), ("commit.before", 1))
-        # Others than asyncpg may have sent the COMMIT by then.
-        for stores, stored in ((POSTGRES, False), (TRANSACTIONS, None))
     ],
     Producing(row="c-e", arms=[Arm("add.before", "cut", 2)], stores=WIRED, stored=False, heard="something"),
     Producing(row="c-e", arms=[Arm("add.after", "cut", 2)], stores=POSTGRES, stored=False, heard="something"),
-    Producing(
-        row="f, not applied", arms=[Arm("commit.before", "cut")], stores=POSTGRES, stored=False, heard="something"
-    ),
+    Producing(row="f, not applied", arms=[Arm("commit.before", "cut")], stores=WIRED, stored=False, heard="something"),
     Producing(
         row="f, not applied, which the caller cannot know",
-        arms=[Arm("commit.before", "cut")],
-        stores=("mariadb",),
+        arms=[Arm("commit.before", "lose_request", 1, "COMMIT")],
+        stores=WIRED,
         stored=True,  # by the second try, for which the first had to be known to be void
         heard="CommitUnknownError",
         found=False,

@@ -42,6 +42,8 @@ class Site:
     mark: ClassVar[str] = "%s"
     identity: ClassVar[str] = "id"
     lease_end: ClassVar[str]
+    #: How many sessions wait for a lock.
+    waiting: ClassVar[str] = ""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -120,9 +122,29 @@ class Site:
             cursor.execute(f"SELECT id FROM crash_business WHERE namespace = {self.mark}", (namespace,))
             return [UUID(one[0]) for one in cursor.fetchall()]
 
+    def marks(self, consumer: str) -> int:
+        """Return how many messages the inbox of a consumer knows."""
+        return self._count(f"FROM postroom_inbox WHERE consumer = {self.mark}", consumer)
+
+    def letters(self, consumer: str) -> int:
+        """Return how many dead letters a consumer has."""
+        return self._count(f"FROM postroom_inbox_dead WHERE consumer = {self.mark}", consumer)
+
+    def has_waiting(self) -> bool:
+        """Tell whether somebody waits for a lock; of SQLite nobody can tell."""
+        return not self.waiting or self._count(self.waiting) > 0
+
+    def _count(self, rest: str, *values: str) -> int:
+        with closing(self.connect()) as connection:
+            cursor = connection.cursor()
+            cursor.execute(f"SELECT count(*) {rest}", values)
+            [[count]] = cursor.fetchall()
+        return int(count)
+
 
 class PostgresSite(Site):
     lease_end = "extract(epoch FROM locked_until)"
+    waiting = "FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
     def connect(self) -> Any:  # noqa: ANN401
         return psycopg.connect(self.url)
@@ -133,6 +155,10 @@ class PostgresSite(Site):
 
 class MariaDBSite(Site):
     lease_end = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', locked_until) / 1000000"
+    waiting = (
+        "FROM information_schema.processlist JOIN information_schema.innodb_trx ON trx_mysql_thread_id = id"
+        " WHERE db = DATABASE() AND trx_state = 'LOCK WAIT'"
+    )
 
     def connect(self) -> Any:  # noqa: ANN401
         url = urlsplit(self.url)

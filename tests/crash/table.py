@@ -1,6 +1,7 @@
 """The table of the crash matrix: every row of reliability section 3.5, and what must be seen after it.
 
-Those of section 3.1 are in `tests.crash.producing`. A case names the row that it asserts in the row's own words.
+Those of section 3.1 are in `tests.crash.producing` and `tests.crash.receiving`. A case names the row that it
+asserts in the row's own words.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Final
 
 from .cases import ALL, POSTGRES, TRANSACTIONS, WIRED, Case, Dispatching, Sequel, State, fails
 from .producing import PRODUCING
+from .receiving import RECEIVING
 from .worker import Arm
 
 __all__ = ["CASES"]
@@ -353,4 +355,4 @@ DISPATCHING: Final[Sequence[Case]] = (
     ],
 )
 
-CASES: Final[Sequence[Case]] = (*PRODUCING, *DISPATCHING)
+CASES: Final[Sequence[Case]] = (*PRODUCING, *DISPATCHING, *RECEIVING)

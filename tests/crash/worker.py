@@ -1,4 +1,4 @@
-"""A process of the crash matrix: a dispatcher or a producer in which something goes wrong at one point.
+"""A process of the crash matrix: a dispatcher, a producer or a consumer in which something goes wrong at one point.
 
 Whatever happens is appended to the journal, one line and one write each: like a broker, the journal outlives whoever
 writes to it.
@@ -17,19 +17,21 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
 
 from postroom import Delivered, Dispatcher, Message, Outbox, Outcome, errors, events
+from postroom.inbox import Mode
 from postroom.stores import open_url
 from postroom.testing import failpoints
 from postroom.testing.failpoints import Action, Failpoints
 from postroom.testing.faults import FaultProxy
 from postroom.testing.taps import TappedOutbox, TappedPublisher, TappedStore, tapped_send
 
-__all__ = ["Arm", "Orders", "main"]
+__all__ = ["Arm", "Faults", "Journal", "Orders", "main", "proxied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,15 @@ class Orders:
     cleanup_interval: float = 60
     max_attempts: int = 5
     on_dead: str = "block"
+    #: For consumers: where their broker is, which file must be there before they take anything, how their inbox works,
+    #: how long a handler may take, whether nobody waits long for a lock, and whether their first transaction is that of
+    #: a message.
+    post: str = ""
+    takes_after: str = ""
+    mode: Mode = "pessimistic"
+    handle_timeout: float = 30
+    is_impatient: bool = False
+    is_cold: bool = False
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -102,10 +113,26 @@ class Journal:
         self.write("received", id=message.id, token=message.token, attempt=message.attempt, at=time.time())
 
 
+class Proxy(FaultProxy):
+    """A proxy that can lose a request as well: the server never hears of it, and the connection is gone."""
+
+    _unwanted: bytes = b""
+
+    def drop_request(self, pattern: bytes) -> None:
+        """Lose the next request that holds ``pattern``."""
+        self._unwanted = pattern
+
+    def _request(self, link: Any, data: bytes) -> bytes:  # noqa: ANN401
+        if self._unwanted and self._unwanted in data:
+            self._unwanted = b""
+            return b""
+        return super()._request(link, data)
+
+
 class Faults:
     """The actions of the matrix."""
 
-    def __init__(self, orders: Orders, points: Failpoints, proxy: FaultProxy | None, worker: UUID) -> None:
+    def __init__(self, orders: Orders, points: Failpoints, proxy: Proxy | None, worker: UUID) -> None:
         self._orders = orders
         self._points = points
         self._proxy = proxy
@@ -198,15 +225,20 @@ class Faults:
         ids = {"worker": self._worker.bytes, "message": UUID(self._orders.ids[0]).bytes}
         return failpoints.lose_reply(self._proxy, ids.get(arm.what, arm.what.encode()))
 
+    def lose_request(self, arm: Arm) -> Action:
+        """Lose the next request that holds something, before it gets to the server."""
+        assert self._proxy is not None
+        return partial(self._proxy.drop_request, arm.what.encode())
+
 
 @asynccontextmanager
-async def proxied(orders: Orders) -> AsyncGenerator[tuple[str, FaultProxy | None]]:
+async def proxied(orders: Orders) -> AsyncGenerator[tuple[str, Proxy | None]]:
     """Yield the URL to use, which leads through a proxy if the network is to fail."""
-    if not any(arm.action in {"cut", "lose"} for arm in orders.arms):
+    if not any(arm.action in {"cut", "lose", "lose_request"} for arm in orders.arms):
         yield orders.url, None
         return
     url = urlsplit(orders.url)
-    async with FaultProxy(url.hostname or "", url.port or 0) as proxy:
+    async with Proxy(url.hostname or "", url.port or 0) as proxy:
         login, _, _ = url.netloc.rpartition("@")
         netloc = f"{login}@127.0.0.1:{proxy.port}" if login else f"127.0.0.1:{proxy.port}"
         yield url._replace(netloc=netloc).geturl(), proxy
@@ -312,7 +344,10 @@ async def main(orders: Orders) -> None:
     if orders.variant is not None:
         importlib.import_module("chaos.variants").apply(orders.variant)
     journal, worker = Journal(orders), UUID(bytes=os.urandom(16))
+    from .receiver import consume  # noqa: PLC0415 -- which works with what is here
+
+    work = {"produce": produce, "dispatch": dispatch, "consume": consume}[orders.role]
     try:
-        await (produce if orders.role == "produce" else dispatch)(orders, journal, worker)
+        await work(orders, journal, worker)
     except asyncio.CancelledError:
         journal.write("cancelled")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -16,11 +16,18 @@ _Inner: TypeAlias = Coroutine[Any, Any, T] | Generator[Any, None, T]
 _PATIENCE = timedelta(seconds=30)
 
 
-def cuts(*, moment: Moment = "waiting", error: type[Exception] | None = None, limit: int = 5000) -> Iterator[Cut]:
+def cuts(
+    *,
+    moment: Moment = "waiting",
+    error: type[Exception] | None = None,
+    fault: Callable[[], object] | None = None,
+    limit: int = 5000,
+) -> Iterator[Cut]:
     """Yield a cut for each suspension of the operation that the body of the loop runs, until one run goes through.
 
     The operation is cancelled as in life, so that shields, timeouts and task groups do what they do. Tasks that it
-    starts are part of it: it is cancelled at their suspensions as well. With ``error``, that is raised instead.
+    starts are part of it: it is cancelled at their suspensions as well. With ``error``, that is raised instead; with
+    ``fault``, that is called instead, such as the ``cut`` of a `FaultProxy`, once the operation has begun to wait.
 
     Example:
         >>> import asyncio
@@ -41,7 +48,7 @@ def cuts(*, moment: Moment = "waiting", error: type[Exception] | None = None, li
         False ['charged', 'shipped']
     """
     for at in range(1, limit + 1):
-        cut = Cut(at, moment, error)
+        cut = Cut(at, moment, error, fault)
         yield cut
         if cut.suspensions < at:
             return
@@ -51,7 +58,13 @@ def cuts(*, moment: Moment = "waiting", error: type[Exception] | None = None, li
 class Cut:
     """One run of an operation, to be cut at one of its suspensions."""
 
-    def __init__(self, at: int, moment: Moment = "waiting", error: type[Exception] | None = None) -> None:
+    def __init__(
+        self,
+        at: int,
+        moment: Moment = "waiting",
+        error: type[Exception] | None = None,
+        fault: Callable[[], object] | None = None,
+    ) -> None:
         self.at: int = at
         #: Whether the operation came so far and was cut, where that was, and how often it was suspended in all.
         self.happened: bool = False
@@ -59,6 +72,7 @@ class Cut:
         self.suspensions: int = 0
         self._moment = moment
         self._error = error
+        self._fault = fault
         self._tasks: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
@@ -89,7 +103,7 @@ class Cut:
         if task.cancelled() and self.happened:
             return None
         result = task.result()
-        if self.happened and self._error is None:
+        if self.happened and self._error is None and self._fault is None:
             raise AssertionError(f"{self}: the operation swallowed its cancellation")
         return result
 
@@ -107,7 +121,10 @@ class Cut:
         if self._error is not None:
             self.happened = True
             return operation.throw(self._error(f"raised at suspension {self.at}"))
-        if self._moment == "waiting" or future is None:
+        if self._fault is not None:
+            self.happened = True
+            self._tasks[0].get_loop().call_soon(self._fault)
+        elif self._moment == "waiting" or future is None:
             self._tasks[0].get_loop().call_soon(self._cancel)
         else:
             future.add_done_callback(self._cancel)  # before the task's own, so that the answer does not reach it

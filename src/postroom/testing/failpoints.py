@@ -1,8 +1,8 @@
 """Failpoints: named moments in the life of a message at which a test makes something go wrong.
 
 Nothing in postroom knows of them, and no setting switches them on. A test puts taps around what it builds: an outbox,
-a store with its driver, a publisher (`postroom.testing.taps`). A tap calls `Failpoints.hit` before and after it passes
-a call on.
+a store with its driver, a publisher, a subscriber, transactions (`postroom.testing.taps`). A tap calls
+`Failpoints.hit` before and after it passes a call on.
 """
 
 from __future__ import annotations
@@ -37,11 +37,19 @@ __all__ = [
 Action: TypeAlias = Callable[[], object]
 
 _CALLS: Final = ("claim", "settle", "release", "extend", "sweep", "purge")
+
+
+def _around(*calls: str) -> list[str]:
+    return [f"{call}.{moment}" for call in calls for moment in ("before", "after")]
+
+
 #: ``statement`` comes before each statement, ``applied`` after the last of them and before the COMMIT if there is one;
-#: ``sent`` when the destination has a message and nobody has heard of it.
+#: ``sent`` when the destination has a message and nobody has heard of it. Between ``tx.begun`` and ``handle.before`` an
+#: inbox is asked; between ``handle.after`` and ``commit.before`` an outbox is written to.
 POINTS: Final = frozenset(
-    {"tx.begin", "add.before", "add.after", "commit.before", "commit.after"}
+    {"tx.begin", "tx.begun", "add.before", "add.after", "commit.before", "commit.after"}
     | {"publish.before", "publish.sent", "publish.confirmed"}
+    | {"deliver.after", *_around("handle", "bury", "ack", "nack")}
     | {f"{call}.{moment}" for call in _CALLS for moment in ("before", "statement", "applied", "after")}
 )
 

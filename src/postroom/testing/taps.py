@@ -1,29 +1,44 @@
-"""Taps: an outbox, a store and a publisher with failpoints around what they do.
+"""Taps: an outbox, a store, a publisher, and all that a consumer works with, with failpoints around what they do.
 
 They stand around the ports, so that nothing in postroom knows of them; a test builds its parts with them or without.
 """
 
-# ruff: noqa: D102 -- a tap does what its port says
+# ruff: noqa: D102, D105 -- a tap does what its port says
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, TypeVar, Unpack
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar, Unpack
 
-from ..broker import Publisher, Send
+from ..broker import Publisher, Send, Subscriber
+from ..dead_letters import DeadLetters
+from ..delivery import Delivery
 from ..message import Message
+from ..middleware import Next
 from ..outbox import Added, AsyncConnection, Options, Outbox
-from ..store import Claim, ClaimTerms, Features, Outcome, Release, Settlement, Stats, Store
+from ..store import Claim, ClaimTerms, Delivered, Features, Outcome, Release, Settlement, Stats, Store
 from ..stores.sql.driver import Driver
 from ..stores.sql.statement import Result, Script, Statement
 from ..stores.sql.store import SQLStore
+from ..stores.sql.transactions import SQLTransactions
+from ..transaction import Transaction, Transactions, transactions_of
 from .failpoints import Failpoints
 
-__all__ = ["TappedOutbox", "TappedPublisher", "TappedStore", "tapped_send"]
+__all__ = [
+    "TappedDeadLetters",
+    "TappedHandlers",
+    "TappedOutbox",
+    "TappedPool",
+    "TappedPublisher",
+    "TappedStore",
+    "TappedSubscriber",
+    "tapped_send",
+]
 
 T = TypeVar("T")
 
@@ -174,5 +189,95 @@ class _TappedDriver:
     async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
         await self._driver.listen(channel, wake, timeout=timeout)
 
+    def transactions(self, *, timeout: timedelta) -> SQLTransactions:
+        return self._driver.transactions(timeout=timeout)
+
     async def close(self) -> None:
         await self._driver.close()
+
+
+# -- what a consumer works with --------------------------------------------------------------------------------------
+
+
+class TappedSubscriber:
+    """A subscriber with points after each delivery and around what is said of it."""
+
+    def __init__(self, subscriber: Subscriber, points: Failpoints) -> None:
+        self.redelivery_horizon: timedelta | None = subscriber.redelivery_horizon
+        self._subscriber = subscriber
+        self._points = points
+
+    async def __aenter__(self) -> Self:
+        self._subscriber = await self._subscriber.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._subscriber.__aexit__(kind, error, trace)
+
+    async def __aiter__(self) -> AsyncIterator[Delivery]:
+        async for delivery in self._subscriber:
+            await self._points.hit("deliver.after")
+            yield Delivery(delivery.message, partial(self._settle, delivery))
+
+    async def _settle(self, delivery: Delivery, outcome: Outcome) -> None:
+        call = "ack" if isinstance(outcome, Delivered) else "nack"
+        await self._points.hit(f"{call}.before")
+        await delivery.settle(outcome)
+        await self._points.hit(f"{call}.after")
+
+
+class TappedPool:
+    """A pool, an engine, a file or a store, with points around the transactions that are opened on it."""
+
+    def __init__(self, pool: object, points: Failpoints) -> None:
+        self._transactions = _TappedTransactions(transactions_of(pool), points)
+
+    def transactions(self) -> Transactions:
+        return self._transactions
+
+
+class _TappedTransactions:
+    def __init__(self, transactions: Transactions, points: Failpoints) -> None:
+        self._transactions = transactions
+        self._points = points
+
+    @asynccontextmanager
+    async def begin(self) -> AsyncGenerator[Transaction]:
+        await self._points.hit("tx.begin")
+        async with self._transactions.begin() as transaction:
+            transaction.opened_by = self
+            await self._points.hit("tx.begun")
+            yield transaction
+            await self._points.hit("commit.before")
+        await self._points.hit("commit.after")
+
+    def savepoint(self, transaction: Transaction) -> AbstractAsyncContextManager[None]:
+        return self._transactions.savepoint(transaction)
+
+
+class TappedHandlers:
+    """A middleware with points around whatever is inside it; innermost, that is the handler."""
+
+    def __init__(self, points: Failpoints) -> None:
+        self._points = points
+
+    async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
+        await self._points.hit("handle.before")
+        outputs = await call_next(message)
+        await self._points.hit("handle.after")
+        return outputs
+
+
+class TappedDeadLetters:
+    """Dead letters with points around each."""
+
+    def __init__(self, letters: DeadLetters, points: Failpoints) -> None:
+        self._letters = letters
+        self._points = points
+
+    async def bury(self, message: Message, error: str) -> None:
+        await self._points.hit("bury.before")
+        await self._letters.bury(message, error)
+        await self._points.hit("bury.after")

@@ -13,8 +13,9 @@ from ...patience import call_in
 
 __all__ = ["Hints"]
 
-#: How many seconds apart hints are at least while one would tell of several commits.
+#: How many seconds apart hints are at least while they are asked for more often than CROWDED seconds apart.
 APART = 0.01
+CROWDED = 0.003
 
 
 class Hints:
@@ -27,9 +28,9 @@ class Hints:
         #: The one that is about to be sent, and all that are on their way.
         self._next: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
-        #: When one was last sent, how often it had been asked for, and how often the next one has been.
-        self._sent = -math.inf
-        self._told = self._asked = 0
+        #: When one was last sent and last asked for, and whether that was right after the one before.
+        self._sent = self._asked = -math.inf
+        self._is_crowded = False
 
     def open(self) -> None:
         """Send from now on, on the loop that runs here."""
@@ -47,7 +48,8 @@ class Hints:
         """Have a hint sent that tells of everything up to now."""
         if self._loop is None:
             raise ConfigurationError("the store is not open; call `await store.open()` before notify()")
-        self._asked += 1
+        now = time.monotonic()
+        self._is_crowded, self._asked = now - self._asked < CROWDED, now
         if self._next is None:  # else one is about to be sent, and will tell of this as well
             call_in(self._loop, self._begin)
 
@@ -64,14 +66,12 @@ class Hints:
 
     async def _send_soon(self) -> None:
         try:
-            # One producer at a time is told of at once; many of them share a hint, or hints would slow them down.
-            is_crowded = self._told > 1 or len(self._sending) > 1
             wait = self._sent + APART - time.monotonic()
-            if is_crowded and wait > 0:
+            if self._is_crowded and wait > 0:
                 await asyncio.sleep(wait)
         finally:
             # What commits from here on is not covered by this hint and must be able to ask for the next.
             self._next = None
-        self._sent, self._told, self._asked = time.monotonic(), self._asked, 0
+        self._sent = time.monotonic()
         with suppress(StoreError):  # a lost hint costs latency, never a message
             await self._send()

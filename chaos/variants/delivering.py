@@ -1,18 +1,13 @@
-"""Deliberately broken variants of the library: what the instruments must catch, or they prove nothing.
-
-A worker process calls `apply` before it does anything else; there is no way back in that process.
-"""
+"""Broken variants of the sending half: claims, outcomes and producers."""
 
 # ruff: noqa: ARG001, B010, SLF001 -- private parts are set by name, under the types of those that they replace
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 from uuid import UUID
 
 from postroom import outbox, verdict
@@ -25,58 +20,12 @@ from postroom.stores.sql.adding import Adding
 from postroom.stores.sql.claiming import Claiming, Walk
 from postroom.stores.sql.statement import Result, Row, Script, Statement
 from postroom.stores.sql.store import SQLStore
-from postroom.stores.sql.wording import Wording
 from postroom.stores.sql.writers.drivers import Asyncpg
 
-__all__ = ["VARIANTS", "Variant", "apply"]
+from .registry import ASYNCPG, PLAIN, Patched, reword, variant
 
-# What is patched is private, and typed as such; here nothing else is to be known of it.
-Patched = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One way to get it wrong."""
-
-    breaks: str
-    apply: Callable[[], None]
-    #: Whose code it changes; on other stores it changes nothing.
-    stores: Sequence[str] = ("postgres", "mariadb", "sqlite")
-
-
-VARIANTS: Final[dict[str, Variant]] = {}
-
-
-def apply(name: str) -> None:
-    """Break the library in this process, in the way of that name."""
-    VARIANTS[name].apply()
-
-
-#: Stores whose statements are the common ones, and those whose producers use asyncpg.
-_PLAIN: Final = ("mariadb", "sqlite")
-_ASYNCPG: Final = ("postgres",)
-
-
-def _variant(breaks: str, **more: Sequence[str]) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def register(apply: Callable[[], None]) -> Callable[[], None]:
-        VARIANTS[apply.__name__] = Variant(breaks, apply, **more)
-        return apply
-
-    return register
-
-
-def _reword(changes: Mapping[str, str], *, only: str = "") -> None:
-    """Change the text of statements, of all or of those that have certain words, before names are filled in."""
-    sound: Patched = Wording._formatted
-
-    def formatted(self: Wording, text: str) -> str:
-        if re.search(only, text):
-            for old, new in changes.items():
-                text = re.sub(old, new, text)
-        worded: str = sound(self, text)
-        return worded
-
-    setattr(Wording, "_formatted", formatted)
+# They are found by their names.
+__all__: list[str] = []
 
 
 def _change_outcomes(change: Callable[[Settlement], Settlement]) -> None:
@@ -100,9 +49,9 @@ def _change_answers(kind: type, change: Callable[[], object]) -> None:
 # -- tokens ----------------------------------------------------------------------------------------------------------
 
 
-@_variant("Whoever settles a message settles it, whether or not its claim is still the current one.")
+@variant("Whoever settles a message settles it, whether or not its claim is still the current one.")
 def no_token() -> None:
-    _reword({r"AND NOT \(\(id, token\) NOT IN \(.*?\)\)\)": "", r"AND \{outbox\}\.token = held\.token": ""})
+    reword({r"AND NOT \(\(id, token\) NOT IN \(.*?\)\)\)": "", r"AND \{outbox\}\.token = held\.token": ""})
 
     def is_current(settlement: Settlement, state: tuple[int, str] | None) -> bool:
         return state is not None and state[1] == "processing"
@@ -110,9 +59,7 @@ def no_token() -> None:
     setattr(settling, "is_current", is_current)
 
 
-@_variant(
-    "A claim is proved by the id of its worker, which is the same for a stale claim of that worker.", stores=_PLAIN
-)
+@variant("A claim is proved by the id of its worker, which is the same for a stale claim of that worker.", stores=PLAIN)
 def worker_instead_of_token() -> None:
     claim, workers = SQLStore.claim, dict[UUID, UUID]()
 
@@ -137,7 +84,7 @@ def worker_instead_of_token() -> None:
     setattr(settling.Settling, "settle", settle)
 
 
-@_variant("A lease is renewed by whoever once had it, though another worker holds it now.", stores=_PLAIN)
+@variant("A lease is renewed by whoever once had it, though another worker holds it now.", stores=PLAIN)
 def extend_without_token() -> None:
     def extend(self: settling.Settling, claims: Sequence[Claim], lease: timedelta) -> Script[list[Claim]]:
         yield self.sql(
@@ -153,13 +100,13 @@ def extend_without_token() -> None:
 # -- claims ----------------------------------------------------------------------------------------------------------
 
 
-@_variant("Messages are read and published, but nothing in the store says that somebody has them.")
+@variant("Messages are read and published, but nothing in the store says that somebody has them.")
 def select_instead_of_claim() -> None:
     taken = r"status = 'processing', attempts = attempts \+ 1, token = token \+ 1,\s+"
-    _reword({taken + r"locked_by = :worker(::uuid)?, locked_until = \{later\}, ": ""})
+    reword({taken + r"locked_by = :worker(::uuid)?, locked_until = \{later\}, ": ""})
 
 
-@_variant("Any message of a key may go out, also before those that stand in front of it.", stores=_PLAIN)
+@variant("Any message of a key may go out, also before those that stand in front of it.", stores=PLAIN)
 def no_head_of_key() -> None:
     def claim_keyed(self: Claiming, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
         params = self._eligibility(namespace, terms)
@@ -173,17 +120,17 @@ def no_head_of_key() -> None:
     setattr(Claiming, "claim_keyed", claim_keyed)
 
 
-@_variant("A lease keeps nobody away: what one worker holds the next one takes.")
+@variant("A lease keeps nobody away: what one worker holds the next one takes.")
 def claim_ignores_leases() -> None:
-    _reword({r"locked_until < \{now\}": "locked_until IS NOT NULL"}, only="suspect_after")
+    reword({r"locked_until < \{now\}": "locked_until IS NOT NULL"}, only="suspect_after")
 
 
-@_variant("A lease that ran out still keeps everybody away.")
+@variant("A lease that ran out still keeps everybody away.")
 def lease_never_expires() -> None:
-    _reword({r"locked_until < \{now\}": "locked_until IS NULL"}, only="suspect_after")
+    reword({r"locked_until < \{now\}": "locked_until IS NULL"}, only="suspect_after")
 
 
-@_variant("Messages that were tried for the last time by a worker that died stay in its name for ever.")
+@variant("Messages that were tried for the last time by a worker that died stay in its name for ever.")
 def missing_sweep() -> None:
     async def sweep(self: SQLStore, terms: ClaimTerms) -> int:
         return 0
@@ -194,7 +141,7 @@ def missing_sweep() -> None:
 # -- outcomes --------------------------------------------------------------------------------------------------------
 
 
-@_variant("Messages are marked as delivered when they are claimed, before anybody has them.")
+@variant("Messages are marked as delivered when they are claimed, before anybody has them.")
 def settle_before_publish() -> None:
     sound = SQLStore.claim
 
@@ -206,27 +153,27 @@ def settle_before_publish() -> None:
     setattr(SQLStore, "claim", claim)
 
 
-@_variant("Where no answer came the message counts as delivered.")
+@variant("Where no answer came the message counts as delivered.")
 def timeout_is_success() -> None:
     _change_answers(type(None), Delivered)
 
 
-@_variant("Where no answer came the message counts as failed, which costs it an attempt.")
+@variant("Where no answer came the message counts as failed, which costs it an attempt.")
 def timeout_is_failure() -> None:
     _change_answers(type(None), lambda: Retry("no answer came in time"))
 
 
-@_variant("A destination that is down costs every message an attempt.")
+@variant("A destination that is down costs every message an attempt.")
 def attempts_spent_in_an_outage() -> None:
     _change_answers(Release, lambda: Retry("the destination is down"))
 
 
-@_variant("A message that is given back untried has an attempt less.")
+@variant("A message that is given back untried has an attempt less.")
 def release_counts_as_attempt() -> None:
-    _reword({r"attempts = attempts - 1": "attempts = attempts"})
+    reword({r"attempts = attempts - 1": "attempts = attempts"})
 
 
-@_variant("A message that failed is tried again at once.")
+@variant("A message that failed is tried again at once.")
 def retry_ignores_backoff() -> None:
     def hurried(settlement: Settlement) -> Settlement:
         outcome = settlement.outcome
@@ -235,7 +182,7 @@ def retry_ignores_backoff() -> None:
     _change_outcomes(hurried)
 
 
-@_variant("A message that failed once is not tried again.")
+@variant("A message that failed once is not tried again.")
 def dead_on_first_failure() -> None:
     def buried(settlement: Settlement) -> Settlement:
         outcome = settlement.outcome
@@ -244,22 +191,22 @@ def dead_on_first_failure() -> None:
     _change_outcomes(buried)
 
 
-@_variant("A message that failed forgets its key, and so its place.")
+@variant("A message that failed forgets its key, and so its place.")
 def key_dropped_by_retry() -> None:
-    _reword({r"SET status = 'pending', next_attempt_at": "SET {key} = NULL, status = 'pending', next_attempt_at"})
+    reword({r"SET status = 'pending', next_attempt_at": "SET {key} = NULL, status = 'pending', next_attempt_at"})
 
 
-@_variant("The cleanup deletes what is old, delivered or not.")
+@variant("The cleanup deletes what is old, delivered or not.")
 def purge_deletes_undelivered() -> None:
-    _reword({r"status = 'delivered' AND delivered_at <=": "created_at <="}, only="DELETE")
+    reword({r"status = 'delivered' AND delivered_at <=": "created_at <="}, only="DELETE")
 
 
 # -- producers -------------------------------------------------------------------------------------------------------
 
 
-@_variant(
+@variant(
     "Messages are written through another connection than the caller's, and so in no transaction of its.",
-    stores=_ASYNCPG,
+    stores=ASYNCPG,
 )
 def add_outside_the_transaction() -> None:
     sound = Asyncpg.execute
@@ -277,7 +224,7 @@ def add_outside_the_transaction() -> None:
     setattr(Asyncpg, "execute", execute)
 
 
-@_variant("A commit whose answer was lost is taken for a failed one, and its messages are deleted.", stores=_ASYNCPG)
+@variant("A commit whose answer was lost is taken for a failed one, and its messages are deleted.", stores=ASYNCPG)
 def blind_undo() -> None:
     transaction, additions = Outbox.transaction, outbox.Outbox._additions
 
@@ -301,7 +248,7 @@ def blind_undo() -> None:
     setattr(Outbox, "transaction", undo)
 
 
-@_variant("A dedupe key is taken and forgotten, so that a repeat is a second message.")
+@variant("A dedupe key is taken and forgotten, so that a repeat is a second message.")
 def dedupe_ignored() -> None:
     sound: Patched = Adding._values
 
