@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import pytest
 
@@ -16,7 +17,9 @@ from postroom import Consumer, Message, Outbox, Router
 from postroom.brokers import MemoryBroker
 from postroom.delivery import Delivery
 from postroom.errors import (
+    AlreadyHandledError,
     CommitUnknownError,
+    ConfigurationError,
     InvalidMessageError,
     MiddlewareOrderError,
     NoTransactionError,
@@ -25,8 +28,8 @@ from postroom.errors import (
     StoreUnavailableError,
 )
 from postroom.events import DeadLettered, DuplicateSkipped, Event
-from postroom.inbox import Mode
-from postroom.middleware.chain import Middleware
+from postroom.inbox import Inbox, Mode
+from postroom.middleware.chain import Middleware, chained
 from postroom.middleware.transactional import (
     DeadLetterMiddleware,
     InboxMiddleware,
@@ -34,11 +37,11 @@ from postroom.middleware.transactional import (
     TransactionMiddleware,
     transactional,
 )
-from postroom.store import Delivered, Outcome, Retry
+from postroom.store import Delivered, Outcome, Release, Retry
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore, SQLStore
 from postroom.testing.faults import FaultProxy
 from postroom.testing.waiting import until
-from postroom.transaction import current_transaction, in_transaction, transactions_of
+from postroom.transaction import Transaction, current_transaction, in_transaction, transactions_of
 
 from .test_transactions import LITE, MY, PG, TABLE, _run, _run_async, asking, through
 
@@ -441,7 +444,7 @@ async def test_a_commit_without_an_answer_is_resolved_by_the_inbox(
             consumer, content = consumer_of(work, keeping, stack), message()
             first = await deliver(shop, consumer, content)
             proxy.heal()
-            assert isinstance(first.outcomes[0], Retry)
+            assert isinstance(first.outcomes[0], Release)
             assert await caught[0].resolve() is True
             second = await deliver(shop, consumer, content)
             await store.close()
@@ -511,10 +514,156 @@ async def test_an_outage_makes_no_dead_letter(request: pytest.FixtureRequest) ->
         consumer = consumer_of(lambda _: shop.write(1), letters, TransactionMiddleware(pool))
         hand = await deliver(shop, consumer, replace(message(), attempt=3))
 
-        assert isinstance(hand.outcomes[0], Retry)
+        assert isinstance(hand.outcomes[0], Release)
         with pytest.raises(StoreUnavailableError):
             async with transactions_of(pool).begin():
                 pass
+
+
+async def test_a_message_that_breaks_its_own_connection_is_put_aside_in_the_end(request: pytest.FixtureRequest) -> None:
+    """G9, G13: a lost connection is an outage a few times, and then it is the message that is suspected."""
+    async with shop_on(PG, request) as shop:
+
+        async def work(_: Message) -> None:
+            connection = current_transaction().connection
+            with suppress(Exception):
+                await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+            await connection.execute("SELECT 1")
+
+        consumer = consumer_of(work, transactional(shop.store, consumer="stock", max_attempts=2))
+        content = message()
+        outcomes = [(await deliver(shop, consumer, content)).outcomes[0] for _ in range(6)]
+        last = await deliver(shop, consumer, replace(content, attempt=2))
+
+        assert [type(outcome) for outcome in outcomes] == [Release] * 5 + [Retry]
+        assert last.outcomes == [Delivered()]
+        assert (await shop.marks(), await shop.dead()) == (0, 1)
+
+
+async def test_a_wait_for_the_inbox_that_takes_too_long_is_no_fault_of_the_message(
+    request: pytest.FixtureRequest,
+) -> None:
+    """G13, S1-21: while somebody else handles it, a second delivery goes back and is no dead letter."""
+    async with shop_on(PG, request) as shop:
+        store = PostgresStore(shop.dsn, timeout=timedelta(milliseconds=300))
+        content = replace(message(), attempt=3)
+        consumer = consumer_of(outputs_of, transactional(store, consumer="stock", max_attempts=3))
+        inbox = shop.store.inbox("stock")
+        async with shop.store.transactions().begin() as holder:
+            await inbox.admit(holder, content)
+            hand = await deliver(shop, consumer, content)
+        await store.close()
+
+        assert isinstance(hand.outcomes[0], Release)
+        assert (await shop.marks(), await shop.dead()) == (1, 0)
+
+
+async def test_a_message_that_was_handled_and_comes_too_often_is_no_dead_letter(shop: Shop) -> None:
+    """G8: its acknowledgement may have been lost each time."""
+    content = message()
+    consumer = consumer_of(lambda _: shop.write(1), transactional(shop.store, consumer="stock", max_attempts=3))
+    await deliver(shop, consumer, content)
+    hand = await deliver(shop, consumer, replace(content, attempt=4))
+
+    assert hand.outcomes == [Delivered()]
+    assert (await shop.effects(), await shop.marks(), await shop.dead()) == ([1], 1, 0)
+
+
+async def test_that_somebody_else_handled_a_message_says_nothing_of_another_transaction(shop: Shop) -> None:
+    """G7, G8: an error of that kind from anywhere else is a failure like any other."""
+
+    async def work(received: Message) -> None:
+        await shop.write(1)
+        raise AlreadyHandledError(received.id, None)
+
+    hand = await deliver(shop, consumer_of(work, transactional(shop.store, consumer="stock")), message())
+
+    assert isinstance(hand.outcomes[0], Retry)
+    assert (await shop.effects(), await shop.marks()) == ([], 0)
+
+
+async def test_a_joined_message_that_somebody_else_handled_meanwhile_does_not_undo_the_others_effect(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G7: the whole transaction begins again, and then the joined message is known."""
+    inner, outer = message(), message()
+    inside: list[Middleware] = [
+        TransactionMiddleware(shop.store),
+        InboxMiddleware(shop.store.inbox("inner", mode="optimistic")),
+    ]
+    handle_inner = chained(inside, outputs_of)
+    await TransactionMiddleware(shop.store)(inner, chained(inside[1:], outputs_of))
+    blind = [True]
+    has = Inbox.has
+
+    async def has_not_yet(self: Inbox, transaction: Transaction, received: Message) -> bool:
+        return False if blind and blind.pop() else await has(self, transaction, received)
+
+    async def work(_: Message) -> None:
+        await shop.write(1)
+        await handle_inner(inner)
+
+    monkeypatch.setattr(Inbox, "has", has_not_yet)
+    hand = await deliver(shop, consumer_of(work, transactional(shop.store, consumer="outer")), outer)
+
+    assert hand.outcomes == [Delivered()]
+    assert (await shop.effects(), await shop.marks()) == ([1], 2)
+
+
+async def test_an_unknown_commit_of_another_pool_is_not_resolved_by_this_inbox(shop: Shop) -> None:
+    """G12: only the transaction that was being committed knows what would tell."""
+    unknown = CommitUnknownError()
+
+    async def work(_: Message) -> None:
+        raise unknown
+
+    await deliver(shop, consumer_of(work, transactional(shop.store, consumer="stock")), message())
+
+    with pytest.raises(ConfigurationError):
+        await unknown.resolve()
+
+
+async def test_the_purge_goes_on_after_an_unknown_commit(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G13: to purge again is harmless, and no reason to end a consumer."""
+    calls = 0
+    purged = asyncio.Event()
+
+    async def purge(self: Inbox, transactions: object, *, limit: int = 1) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise CommitUnknownError
+        purged.set()
+        return 0
+
+    monkeypatch.setattr(Inbox, "purge", purge)
+    stack = transactional(shop.store, consumer="stock", cleanup_interval=timedelta(milliseconds=1))
+    serving = asyncio.create_task(stack.serve(lambda _: None))
+    await asyncio.wait({serving, waiting := asyncio.create_task(purged.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    was_serving = not serving.done()
+    for task in (serving, waiting):
+        task.cancel()
+    await asyncio.wait({serving, waiting})
+
+    assert was_serving
+
+
+async def test_letters_without_an_id_are_all_kept(shop: Shop) -> None:
+    """G2: what a broker gave no id cannot be told apart, and none may stand for the others."""
+    stack = transactional(shop.store, consumer="stock", max_attempts=1)
+    for _ in range(2):
+        await deliver(shop, consumer_of(outputs_of, stack), replace(message(), id=cast("UUID", None)))
+
+    assert await shop.dead() == 2
+
+
+async def test_acknowledging_by_hand_inside_a_transaction_is_refused(shop: Shop) -> None:
+    """G8: it would come before the commit."""
+    subscriber = MemoryBroker().subscribe("orders", group="stock")
+    stack = transactional(shop.store, consumer="stock")
+
+    with pytest.raises(MiddlewareOrderError, match="acking='on_success'"):
+        await Consumer(subscriber, Router(), stack, acking="manual").run()
 
 
 class _Never:

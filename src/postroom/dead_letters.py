@@ -8,7 +8,7 @@ from typing import Protocol
 from .broker import Publisher
 from .errors import PublishUnknownError
 from .inbox import Inbox
-from .message import Message
+from .message import Message, uuid7
 from .store import Delivered
 from .transaction import Transactions
 from .writer import writer_of
@@ -38,6 +38,8 @@ class StoredDeadLetters:
 
     async def bury(self, message: Message, error: str) -> None:
         """Write a row in a transaction of its own."""
+        if not message.id:  # type: ignore[truthy-bool]  # a broker may have none, and all of those would be one
+            message = replace(message, id=uuid7())
         async with self._transactions.begin() as transaction:
             await transaction.do(writer_of(transaction.connection).bury, self._inbox, message, error)
 

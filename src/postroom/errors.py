@@ -296,6 +296,8 @@ class CommitUnknownError(TransactionError):
             "the connection was lost during COMMIT; do not repeat blindly: look for the message id "
             "(or its dedupe key) in the outbox, or call resolve(), to learn whether it was stored"
         )
+        #: As for a `StoreError`.
+        self.is_outage = False
         #: Looks for something that the transaction wrote; set by whoever knows what that is.
         self.witness: Callable[[], Awaitable[bool]] | None = None
 
@@ -340,6 +342,11 @@ class NoDeliveryError(HandlingError):
 class AlreadyHandledError(HandlingError):
     """A message was handled by somebody else meanwhile, so this transaction is rolled back; it is no failure."""
 
+    def __init__(self, message_id: UUID, transaction: object) -> None:
+        super().__init__(f"message {message_id} was handled by somebody else meanwhile")
+        #: The transaction that is to be rolled back; to no other does it say anything.
+        self.transaction = transaction
+
 
 class SchemaError(PostroomError):
     """The tables are not as this version needs them."""
@@ -366,6 +373,10 @@ class SchemaVersionError(SchemaError):
 
 class StoreError(PostroomError):
     """The store failed; the cause is chained."""
+
+    #: Whether it says nothing about the message that was being handled, since its handler had not begun or could not
+    #: help it; set by `TransactionMiddleware`.
+    is_outage: bool = False
 
 
 class StoreUnavailableError(StoreError):
@@ -414,7 +425,7 @@ HOPELESS: Final = (RejectError, DecodeError)
 
 def is_outage(error: BaseException) -> bool:
     """Tell whether an error says that the database was away, which is no fault of the message that was handled."""
-    return isinstance(error, StoreError | CommitUnknownError) and not isinstance(error, StoreContentionError)
+    return isinstance(error, StoreError | CommitUnknownError) and error.is_outage
 
 
 def shown(text: object) -> str:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from . import events
 from .broker import describe
-from .errors import StoreError
+from .errors import PostroomError, StoreError
 from .retry import Backoff
 
 __all__ = ["call_in", "persist"]
@@ -26,7 +26,7 @@ async def persist(
     call: Callable[[], Awaitable[T]],
     tell: events.Listener,
     *,
-    only: type[StoreError] | tuple[type[StoreError], ...] = StoreError,
+    only: type[PostroomError] | tuple[type[PostroomError], ...] = StoreError,
     until: asyncio.Event | None = None,
     deadline: float | None = 60.0,
 ) -> T | None:

@@ -39,8 +39,10 @@ def _around(middleware: Middleware, call_next: Next) -> Next:
     return lambda message: middleware(message, call_next)
 
 
-def check_order(middlewares: Sequence[Middleware]) -> None:
+def check_order(middlewares: Sequence[Middleware], *, is_manual: bool = False) -> None:
     """Refuse an order in which middlewares cannot keep what they promise.
+
+    A handler that acknowledges by hand would do so before its transaction is committed.
 
     A middleware that depends on its place has a ``layer``, which rises from the outermost to the innermost. ``needs``
     says which other layer must be around it, and ``holds`` which ones it does the work of. All others may stand
@@ -56,6 +58,11 @@ def check_order(middlewares: Sequence[Middleware]) -> None:
             _check(middleware, layer, seen)
             holds: Sequence[int] = getattr(middleware, "holds", (layer,))
             seen.update(dict.fromkeys(holds, middleware))
+    if is_manual and TRANSACTION in seen:
+        raise MiddlewareOrderError(
+            f"with acking='manual' a message could be acknowledged before {_named(seen[TRANSACTION])} has committed; "
+            "use acking='on_success'"
+        )
 
 
 def _check(middleware: Middleware, layer: int, seen: dict[int, Middleware]) -> None:

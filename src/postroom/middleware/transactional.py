@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import ClassVar, Final, Literal, Protocol
+from uuid import UUID
 
 from .. import events
 from ..broker import describe
@@ -21,6 +22,9 @@ from ..errors import (
     InvalidMessageError,
     NoTransactionError,
     StoreContentionError,
+    StoreError,
+    StoreTimeoutError,
+    TransactionError,
     is_outage,
 )
 from ..inbox import CHUNK, Inbox, Mode
@@ -42,6 +46,9 @@ __all__ = [
 ]
 
 NOTHING: Final[Sequence[Message]] = ()
+#: How often in a row a message may lose its connection before it is suspected to be why, and of how many that is known.
+PARDONED: Final = 5
+REMEMBERED: Final = 1000
 
 
 class TransactionMiddleware:
@@ -73,6 +80,8 @@ class TransactionMiddleware:
         self.transactions: Transactions = transactions_of(pool)
         self._nested = nested
         self._retries = retries
+        #: How often the connection was lost while a message was handled, for the latest of those that lost it.
+        self._losses: dict[UUID, int] = {}
 
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
         """Handle a message in a transaction.
@@ -93,21 +102,51 @@ class TransactionMiddleware:
 
     async def _once(self, message: Message, call_next: Next) -> Sequence[Message]:
         transaction: Transaction | None = None
+        is_ending = False
         try:
             async with self.transactions.begin() as transaction:
                 with entered(transaction):
-                    return await call_next(message)
-        except AlreadyHandledError:
+                    outputs = await call_next(message)
+                is_ending = True
+        except AlreadyHandledError as error:
+            if error.transaction is not transaction:
+                raise
             return NOTHING
-        except CommitUnknownError as error:
-            error.witness = None if transaction is None else transaction.witness
+        except (StoreError, CommitUnknownError) as error:
+            if isinstance(error, CommitUnknownError) and is_ending and transaction is not None:
+                error.witness = transaction.witness
+            error.is_outage = self._is_outage(error, transaction, message)
             raise
+        if self._losses:
+            self._losses.pop(message.id, None)
+        return outputs
+
+    def _is_outage(
+        self, error: StoreError | CommitUnknownError, transaction: Transaction | None, message: Message
+    ) -> bool:
+        """Tell whether an error says nothing about the message.
+
+        What comes before its handler begins never does. A connection that is lost while it runs may be lost to an
+        outage, or to the message itself, which then loses it every time.
+        """
+        if transaction is None or transaction.is_preparing:
+            return True
+        if isinstance(error, StoreContentionError | StoreTimeoutError):
+            return False
+        self._losses[message.id] = losses = self._losses.pop(message.id, 0) + 1
+        if len(self._losses) > REMEMBERED:
+            del self._losses[next(iter(self._losses))]
+        return losses <= PARDONED
 
     async def _inside(self, outer: Transaction, message: Message, call_next: Next) -> Sequence[Message]:
-        if self._nested == "join":
-            return await call_next(message)
-        async with self.transactions.savepoint(outer):
-            return await call_next(message)
+        try:
+            if self._nested == "join":
+                return await call_next(message)
+            async with self.transactions.savepoint(outer):
+                return await call_next(message)
+        except AlreadyHandledError as error:
+            # To roll back all would undo what is not this message's; from the start again, it is known to be handled.
+            raise StoreContentionError(str(error)) from error
 
 
 class InboxMiddleware:
@@ -130,21 +169,20 @@ class InboxMiddleware:
         if not message.id:  # type: ignore[truthy-bool]  # a broker may have none
             raise InvalidMessageError("the message has no id, by which the inbox could know it again")
         transaction.witness = partial(self.inbox.was_handled, transaction.opened_by, message)
-        if self.inbox.mode == "optimistic":
-            return await self._mark_last(transaction, message, call_next)
-        if await self.inbox.admit(transaction, message):
-            return await call_next(message)
-        self._skip(message)
-        return NOTHING
-
-    async def _mark_last(self, transaction: Transaction, message: Message, call_next: Next) -> Sequence[Message]:
-        if await self.inbox.has(transaction, message):
+        is_optimistic = self.inbox.mode == "optimistic"
+        transaction.is_preparing = True
+        if is_optimistic:
+            is_known = await self.inbox.has(transaction, message)
+        else:
+            is_known = not await self.inbox.admit(transaction, message)
+        transaction.is_preparing = False
+        if is_known:
             self._skip(message)
             return NOTHING
         outputs = await call_next(message)
-        if not await self.inbox.admit(transaction, message):
+        if is_optimistic and not await self.inbox.admit(transaction, message):
             self._skip(message)
-            raise AlreadyHandledError(f"message {message.id} was handled by somebody else meanwhile")
+            raise AlreadyHandledError(message.id, transaction)
         return outputs
 
     def _skip(self, message: Message) -> None:
@@ -191,24 +229,33 @@ class DeadLetterMiddleware:
     layer: ClassVar[int] = DEAD_LETTERS
 
     def __init__(
-        self, letters: DeadLetters, *, max_attempts: int = 10, listener: events.Listener = events.log_event
+        self,
+        letters: DeadLetters,
+        *,
+        max_attempts: int = 10,
+        was_handled: Callable[[Message], Awaitable[bool]] | None = None,
+        listener: events.Listener = events.log_event,
     ) -> None:
         """Set up.
 
         Args:
             letters: Where the messages go.
             max_attempts: After how many deliveries a message that failed is put aside.
+            was_handled: Tells whether a message was handled, which may have been delivered so often for another reason.
             listener: Is told of each.
         """
         if max_attempts < 1:
             raise ConfigurationError(f"max_attempts={max_attempts} must be at least 1")
         self._letters = letters
         self._max_attempts = max_attempts
+        self._was_handled = was_handled
         self._tell = events.guarded(listener)
 
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
         """Handle a message, or put it aside."""
         if message.attempt > self._max_attempts:
+            if self._was_handled is not None and await self._was_handled(message):
+                return NOTHING
             # Handled so often without an error, it must have killed whoever handled it.
             return await self._bury(
                 message, f"delivered {message.attempt} times without an outcome: it may kill its worker"
@@ -233,7 +280,8 @@ async def purge_forever(inbox: Inbox, transactions: Transactions, tell: events.L
         await asyncio.sleep(every.total_seconds() * random.uniform(0.75, 1.0))
         total, count = 0, CHUNK
         while count == CHUNK:
-            count = await persist("purge inbox", partial(inbox.purge, transactions), tell) or 0
+            purge = partial(inbox.purge, transactions)
+            count = await persist("purge inbox", purge, tell, only=(StoreError, TransactionError)) or 0
             total += count
             await asyncio.sleep(0.01)
         if total:
@@ -318,7 +366,11 @@ class Transactional:
         """Handle a message so that its effect happens once."""
         if not self._has_asked:
             # Without its tables nothing can be handled, and a store that is not open hints at nothing.
-            self._has_opened = await self._store.open() or self._has_opened
+            try:
+                self._has_opened = await self._store.open() or self._has_opened
+            except StoreError as error:
+                error.is_outage = True
+                raise
             self._has_asked = True
         inside = partial(self._in_transaction, call_next)
         return await (inside(message) if self._dead_letters is None else self._dead_letters(message, inside))
@@ -378,6 +430,13 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
         transaction,
         InboxMiddleware(inbox, listener=listener),
         OutboxMiddleware(store.outbox(wake=wake), topic=topic),
-        None if max_attempts is None else DeadLetterMiddleware(letters, max_attempts=max_attempts, listener=listener),
+        None
+        if max_attempts is None
+        else DeadLetterMiddleware(
+            letters,
+            max_attempts=max_attempts,
+            was_handled=partial(inbox.was_handled, transaction.transactions),
+            listener=listener,
+        ),
         cleanup_interval=cleanup_interval,
     )
