@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -520,8 +521,11 @@ async def test_an_outage_makes_no_dead_letter(request: pytest.FixtureRequest) ->
                 pass
 
 
-async def test_a_message_that_breaks_its_own_connection_is_put_aside_in_the_end(request: pytest.FixtureRequest) -> None:
+async def test_a_message_that_breaks_its_own_connection_is_put_aside_in_the_end(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """G9, G13: a lost connection is an outage a few times, and then it is the message that is suspected."""
+    monkeypatch.setattr(sys.modules[TransactionMiddleware.__module__], "PARDONED", 5)
     async with shop_on(PG, request) as shop:
 
         async def work(_: Message) -> None:

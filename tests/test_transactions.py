@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sqlite3
 import threading
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ import django.db.transaction  # type: ignore[import-untyped]
 import psycopg_pool
 import pytest
 import sqlalchemy
+import sqlalchemy.exc
+import sqlalchemy.orm
 from django.conf import settings  # type: ignore[import-untyped]
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import sessionmaker
@@ -34,6 +37,8 @@ from postroom.errors import (
     CommitUnknownError,
     ConfigurationError,
     PostroomError,
+    ReadOnlyStoreError,
+    StoreAuthenticationError,
     StoreContentionError,
     StoreTimeoutError,
     StoreUnavailableError,
@@ -47,7 +52,14 @@ from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
 from postroom.stores.sql.transactions import transactions_for
 from postroom.testing.faults import FaultProxy
 from postroom.testing.waiting import until
-from postroom.transaction import Transaction, current_connection, current_transaction, entered, transactions_of
+from postroom.transaction import (
+    Transaction,
+    current_connection,
+    current_transaction,
+    entered,
+    running_on,
+    transactions_of,
+)
 
 if not settings.configured:
     settings.configure(DATABASES={}, USE_TZ=True)
@@ -128,11 +140,14 @@ KINDS = (
     "sqlite-aiosqlite",
     "sqlite-store",
     "sqlite-engine-sync",
+    "sqlite-engine-aiosqlite",
     "sqlite-django",
 )
 SERVERS = tuple(kind for kind in KINDS if family(kind) != LITE)
 POSTGRES = tuple(kind for kind in KINDS if family(kind) == PG)
 MARIADB = tuple(kind for kind in KINDS if family(kind) == MY)
+SQLITE = tuple(kind for kind in KINDS if family(kind) == LITE)
+SQLALCHEMY = tuple(kind for kind in KINDS if "engine" in kind or "session" in kind)
 
 _SYNC_DRIVERS = {PG: "postgresql+psycopg", MY: "mysql+pymysql", LITE: "sqlite"}
 
@@ -164,7 +179,7 @@ async def pool_on(kind: str, dsn: str) -> AsyncGenerator[Any]:  # noqa: C901, PL
         yield sessionmaker(engine) if shape.startswith("session") else engine
         engine.dispose()
     elif shape.startswith(("engine", "session")):
-        scheme = "mysql" if where == MY else "postgresql"
+        scheme = {PG: "postgresql", MY: "mysql", LITE: "sqlite"}[where]
         async_engine = create_async_engine(url.set(drivername=f"{scheme}+{shape.partition('-')[2]}"))
         yield async_sessionmaker(async_engine) if shape.startswith("session") else async_engine
         await async_engine.dispose()
@@ -321,6 +336,10 @@ async def test_a_transaction_cannot_be_used_after_its_end(world: World) -> None:
         await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
     with entered(transaction), pytest.raises(TransactionClosedError):
         current_connection("fallback")
+    with pytest.raises(TransactionClosedError):
+        await transaction.call(here)
+    with entered(transaction), pytest.raises(TransactionClosedError):
+        await running_on()(here)
     assert await world.rows() == []
 
 
@@ -355,6 +374,20 @@ async def test_a_savepoint_is_undone_alone(world: World) -> None:
             await world.run(transaction, "INSERT INTO business (id) VALUES (3)")
 
     assert await world.rows() == [1, 3]
+
+
+@every_kind
+async def test_a_savepoint_that_was_kept_is_undone_with_the_transaction(world: World) -> None:
+    """F-14, G1: also if nothing was written before it, when some drivers have not begun yet."""
+    transactions = transactions_of(world.pool)
+
+    with pytest.raises(LookupError):
+        async with transactions.begin() as transaction:
+            async with transactions.savepoint(transaction):
+                await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+            raise LookupError
+
+    assert await world.rows() == []
 
 
 @every_kind
@@ -465,6 +498,96 @@ async def test_a_connection_that_is_bound_to_its_thread_is_refused(sqlite_path: 
     connection.close()
 
 
+@pytest.mark.parametrize("kind", ["sqlite-connection", "sqlite-aiosqlite"], indirect=True)
+async def test_the_open_transaction_of_somebody_else_is_left_alone(world: World) -> None:
+    """G1: on a connection of the caller's; what cannot be begun must not be rolled back."""
+    is_async = transactions_of(world.pool).is_async  # type: ignore[attr-defined]
+    await _on(world.pool, "INSERT INTO business (id) VALUES (1)", is_async=is_async)
+
+    with pytest.raises(sqlite3.OperationalError, match="within a transaction"):
+        async with transactions_of(world.pool).begin():
+            pass
+
+    assert world.pool.in_transaction
+    await _on(world.pool, "COMMIT", is_async=is_async)
+    assert await world.rows() == [1]
+    async with transactions_of(world.pool).begin() as transaction:
+        await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+    assert await world.rows() == [1, 2]
+
+
+async def _on(connection: Any, sql: str, *, is_async: bool) -> None:  # noqa: ANN401
+    if is_async:
+        await connection.execute(sql)
+    else:
+        connection.execute(sql)
+
+
+LONG = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < {}) SELECT count(*) FROM c"
+
+
+@pytest.mark.parametrize("kind", ["sqlite-aiosqlite"], indirect=True)
+@pytest.mark.parametrize("is_theirs", [True, False])
+async def test_who_is_cancelled_while_it_begins_rolls_back_only_its_own(world: World, *, is_theirs: bool) -> None:
+    """F-20, G1: the thread begins all the same, or finds that somebody else has."""
+    connection = world.pool
+    if is_theirs:
+        await connection.execute("INSERT INTO business (id) VALUES (1)")
+    busy = asyncio.create_task(connection.execute(LONG.format(1_000_000)))
+    await asyncio.sleep(0)
+    begin = transactions_of(connection).begin()
+    entering = asyncio.create_task(begin.__aenter__())
+    await asyncio.sleep(0.01)
+    assert not busy.done()
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    await (await busy).close()
+
+    assert connection.in_transaction is is_theirs
+    await connection.commit()
+    assert await world.rows() == ([1] if is_theirs else [])
+
+
+def test_one_connection_is_used_by_one_event_loop_at_a_time(sqlite_path: Path) -> None:
+    """G1: another loop waits, and neither ends the transaction of the other."""
+    connection = sqlite3.connect(sqlite_path, check_same_thread=False)
+    connection.execute(TABLE[LITE])
+    is_inside, may_end = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    async def first() -> None:
+        async with transactions.begin() as transaction:
+            await transaction.do(_run, "INSERT INTO business (id) VALUES (1)")
+            is_inside.set()
+            await asyncio.to_thread(may_end.wait, 10)
+            await transaction.do(_run, "INSERT INTO business (id) VALUES (2)")
+            order.append("first")
+
+    async def second() -> None:
+        cancelled = asyncio.create_task(transactions.begin().__aenter__())
+        waiting = asyncio.create_task(transactions.begin().__aenter__())
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        waiting.cancel()
+        await asyncio.wait({cancelled, waiting})
+        asyncio.get_running_loop().call_later(0.05, may_end.set)
+        async with transactions.begin() as transaction:
+            await transaction.do(_run, "INSERT INTO business (id) VALUES (3)")
+            order.append("second")
+
+    transactions = transactions_for(connection)
+    thread = threading.Thread(target=lambda: asyncio.run(first()))
+    thread.start()
+    assert is_inside.wait(10)
+    asyncio.run(second())
+    thread.join()
+
+    assert order == ["first", "second"]
+    assert connection.execute("SELECT id FROM business ORDER BY id").fetchall() == [(1,), (2,), (3,)]
+    connection.close()
+
+
 async def test_transactions_on_one_file_wait_for_each_other(sqlite_path: Path) -> None:
     """F-25: in order and off the event loop, however many there are."""
     transactions = transactions_for(sqlite_path)
@@ -549,6 +672,126 @@ async def test_a_commit_that_the_database_refuses_is_told_as_the_library_tells_i
     assert await world.rows() == []
 
 
+KILL = {PG: "SELECT pg_terminate_backend(pg_backend_pid())", MY: "KILL CONNECTION_ID()"}
+
+
+@every_server
+async def test_a_lost_connection_that_was_caught_does_not_pass_for_a_commit(world: World) -> None:
+    """G1, G12, F-15: nothing was committed, and that is no fault of the message."""
+    transactions = transactions_of(world.pool)
+    seen: list[int] = []
+
+    for _ in range(3):
+        with pytest.raises(StoreUnavailableError):
+            async with transactions.begin() as transaction:
+                await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+                transaction.after_commit(lambda: seen.append(1))
+                with suppress(Exception):
+                    await world.run(transaction, KILL[world.family])
+
+    assert seen == []
+    assert await world.rows() == []
+
+
+@every_server
+async def test_what_comes_after_a_lost_connection_is_an_error_of_the_store(world: World) -> None:
+    """F-15: whatever the library calls it, once the first error was caught."""
+    with pytest.raises(StoreUnavailableError):
+        async with transactions_of(world.pool).begin() as transaction:
+            with suppress(Exception):
+                await world.run(transaction, KILL[world.family])
+            await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+
+    assert await world.rows() == []
+
+
+@every_postgres
+@pytest.mark.parametrize(
+    ("state", "kind_of_error"),
+    [("57014", StoreTimeoutError), ("25006", ReadOnlyStoreError), ("28000", StoreAuthenticationError)],
+)
+async def test_what_the_server_is_to_blame_for_is_an_error_of_the_store(
+    world: World, state: str, kind_of_error: type[Exception]
+) -> None:
+    """F-15, G13: it took too long, is a replica, lets nobody in: no message becomes a dead letter for it."""
+    with pytest.raises(kind_of_error) as caught:
+        async with transactions_of(world.pool).begin() as transaction:
+            await world.run(transaction, f"DO $$ BEGIN RAISE SQLSTATE '{state}'; END $$")
+
+    assert caught.value.__cause__ is not None
+
+
+class Row(sqlalchemy.orm.DeclarativeBase):
+    """Base of what sessions write."""
+
+
+class Business(Row):
+    """A row of the table."""
+
+    __tablename__ = "business"
+    id: sqlalchemy.orm.Mapped[int] = sqlalchemy.orm.mapped_column(primary_key=True)
+    again: sqlalchemy.orm.Mapped[str]
+
+
+CARD = "4111-1111"
+
+
+@pytest.mark.parametrize("kind", SQLALCHEMY, indirect=True)
+async def test_an_error_does_not_show_what_was_written(world: World) -> None:
+    """G13: errors end up in logs and dead letters; SQLAlchemy shows the parameters unless told otherwise."""
+    statement = sqlalchemy.text("INSERT INTO no_such_table VALUES (:secret)")
+
+    def write(connection: Any) -> Any:  # noqa: ANN401
+        return connection.execute(statement, {"secret": CARD})
+
+    with pytest.raises(RuntimeError) as caught:
+        async with transactions_of(world.pool).begin() as transaction:
+            try:
+                await transaction.do(write)
+            except sqlalchemy.exc.SQLAlchemyError as error:
+                raise RuntimeError from error
+    told = "".join(traceback.format_exception(caught.value))
+    assert "no_such_table" in told
+    assert CARD not in told
+
+
+@pytest.mark.parametrize("kind", ["postgres-session-sync"], indirect=True)
+@pytest.mark.parametrize("is_caught", [True, False])
+async def test_an_error_of_a_session_does_not_show_what_was_written(world: World, *, is_caught: bool) -> None:
+    """G13: also one that comes with the commit, or of another one that was caught."""
+    await asyncio.to_thread(world.look, "DROP TABLE business")
+
+    def write(session: Any) -> None:  # noqa: ANN401
+        session.add(Business(id=1, again=CARD))
+        if is_caught:
+            with suppress(sqlalchemy.exc.SQLAlchemyError):
+                session.flush()
+            session.execute(sqlalchemy.text("SELECT 1"))
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011 -- the library's, or ours
+        async with transactions_of(world.pool).begin() as transaction:
+            await transaction.do(write)
+
+    assert isinstance(caught.value, TransactionAbortedError) is is_caught
+    assert CARD not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("kind", SQLITE + MARIADB, indirect=True)
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
+async def test_a_handler_that_goes_on_in_a_transaction_of_its_own_is_found_out(world: World, end: str) -> None:
+    """G1: what it does after that is not committed as if it had belonged to the message."""
+    transactions = transactions_of(world.pool)
+
+    for _ in range(2):
+        with pytest.raises(TransactionAbortedError):
+            async with transactions.begin() as transaction:
+                await world.run(transaction, end)
+                await world.run(transaction, "BEGIN")
+                await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+
+    assert await world.rows() == []
+
+
 # With a driver that begins a transaction by itself, nothing tells a ROLLBACK by hand from one that has done nothing.
 @pytest.mark.parametrize(
     "kind",
@@ -567,7 +810,7 @@ async def test_a_handler_that_ends_the_transaction_by_hand_is_found_out(world: W
     assert await world.rows() == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "engine" in kind or "session" in kind], indirect=True)
+@pytest.mark.parametrize("kind", SQLALCHEMY, indirect=True)
 async def test_a_handler_that_ends_the_transaction_of_sqlalchemy_is_found_out(world: World) -> None:
     """G1: SQLAlchemy would begin the next one by itself."""
     transactions = transactions_of(world.pool)
@@ -719,6 +962,38 @@ async def test_a_handler_that_is_cancelled_in_a_statement_leaves_no_lock_behind(
 
     await until(is_free, "the end of the lock")
     assert await asyncio.to_thread(world.look, "SELECT again FROM business") == [(2,)]
+
+
+@pytest.mark.parametrize("kind", [*SYNC, "sqlite-aiosqlite"], indirect=True)
+@pytest.mark.parametrize("is_nested", [False, True])
+async def test_a_statement_on_a_thread_does_not_hold_up_a_time_limit_without_end(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, is_nested: bool
+) -> None:
+    """F-20, G11: after a while its connection is broken, and the pool can be used again."""
+    monkeypatch.setattr("postroom.stores.sql.transactions.block.PATIENCE", 0.1)
+    transactions = transactions_of(world.pool)
+    pause = {PG: "SELECT pg_sleep(9)", MY: "SELECT sleep(9)", LITE: LONG.format(100_000_000)}[world.family]
+    loop = asyncio.get_running_loop()
+
+    async def work() -> None:
+        async with transactions.begin() as transaction:
+            await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+            if is_nested:
+                async with transactions.savepoint(transaction):
+                    await world.run(transaction, pause)
+            else:
+                await world.run(transaction, pause)
+
+    started = loop.time()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await work()
+    assert loop.time() - started < 5
+
+    async with transactions.begin() as transaction:
+        await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+    assert loop.time() - started < 5
+    assert await world.rows() == [2]
 
 
 # -- contention ------------------------------------------------------------------------------------------------
@@ -961,6 +1236,33 @@ async def test_a_closed_store_leaves_no_connection_of_a_handler_open(kind: str, 
             await world.pool.close()
 
         await until(lambda: proxy.open == 0, "the end of the connections")
+
+
+@pytest.mark.parametrize("kind", ["postgres-store-asyncpg", "postgres-store-psycopg", "mariadb-store"], indirect=True)
+async def test_a_cancelled_handler_costs_only_its_own_connection(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F-20: the others go on with theirs; a connection that was lost costs all of them, since they may be lost too."""
+    transactions = transactions_of(world.pool)
+    driver, opened = world.pool._driver, 0  # noqa: SLF001
+    connect = driver.connect
+
+    async def counted() -> Any:  # noqa: ANN401
+        nonlocal opened
+        opened += 1
+        return await connect()
+
+    monkeypatch.setattr(driver, "connect", counted)
+    async with transactions.begin(), transactions.begin():
+        assert opened == 2
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1), transactions.begin() as transaction:
+            await world.run(transaction, "SELECT pg_sleep(3)" if world.family == PG else "SELECT sleep(3)")
+    async with transactions.begin(), transactions.begin():
+        assert opened == 3
+    with pytest.raises(StoreUnavailableError):
+        async with transactions.begin() as transaction:
+            await world.run(transaction, KILL[world.family])
+    async with transactions.begin(), transactions.begin():
+        assert opened == 5
 
 
 # -- Outbox.transaction goes the same way ----------------------------------------------------------------------

@@ -45,10 +45,11 @@ class Transaction:
         self._callbacks: list[Callable[[], object]] = []
         #: What the transaction was opened on; a nested one on the same joins it.
         self.opened_by = opened_by
-        #: ``await call(function, *arguments)`` runs a plain function on a thread that may use the connection.
-        self.call = call
+        self._call = call
         #: Tells whether the transaction was committed, for a `CommitUnknownError`.
         self.witness: Callable[[], Awaitable[bool]] | None = None
+        #: Whether nothing of the handler has happened yet, so that an error says nothing about its message.
+        self.is_preparing: bool = False
 
     @property
     def connection(self) -> Any:  # noqa: ANN401
@@ -62,6 +63,12 @@ class Transaction:
         if self._is_async:
             return await function(self.connection, *arguments)
         return await self.call(function, self.connection, *arguments)
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 -- whatever it returns
+        """Run a plain function on a thread that may use the connection; after the end it is another transaction's."""
+        if not self._is_open:
+            raise TransactionClosedError
+        return await self._call(function, *arguments)
 
     def after_commit(self, callback: Callable[[], object]) -> None:
         """Have something called once the transaction is committed; never if it is not."""

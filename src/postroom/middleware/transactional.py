@@ -47,7 +47,7 @@ __all__ = [
 
 NOTHING: Final[Sequence[Message]] = ()
 #: How often in a row a message may lose its connection before it is suspected to be why, and of how many that is known.
-PARDONED: Final = 5
+PARDONED: Final = 20
 REMEMBERED: Final = 1000
 
 

@@ -195,6 +195,9 @@ class NetworkDriver(ABC, Generic[C]):
     async def lend(self, timeout: timedelta) -> C:  # noqa: ASYNC109
         """Return a connection for a transaction; it is to be taken back."""
         self._notice_fork()
+        if self._returned and not self._lending.locked():
+            await self._lending.acquire()  # which does not wait, and so needs no deadline
+            return self._returned.pop()
         deadline = asyncio.timeout(timeout.total_seconds())
         try:
             async with deadline:
@@ -224,9 +227,13 @@ class NetworkDriver(ABC, Generic[C]):
         if is_sound and closings == self._closings:
             self._returned.append(connection)
             return
-        broken, self._returned = [connection, *self._returned], []  # what broke this one may have broken the others
-        for other in broken:
-            self._discard(other)
+        self._discard(connection)
+
+    def forget_returned(self) -> None:
+        """Close what waits for the next transaction: what broke a connection may have broken the others."""
+        returned, self._returned = self._returned, []
+        for connection in returned:
+            self._discard(connection)
 
     @property
     def closings(self) -> int:
@@ -283,7 +290,7 @@ class NetworkDriver(ABC, Generic[C]):
         """Tell what an error of the library means."""
 
 
-class _Lent:
+class _Lent(Source):
     """Where the connections of one transaction come from."""
 
     def __init__(self, driver: NetworkDriver[Any], timeout: timedelta) -> None:
@@ -299,6 +306,10 @@ class _Lent:
     async def give_back(self, connection: Any, *, is_sound: bool) -> None:  # noqa: ANN401
         """Return it."""
         self._driver.take_back(connection, is_sound=is_sound, closings=self._closings)
+
+    def hear_of_loss(self) -> None:
+        """Let nobody have a connection that may be lost as well."""
+        self._driver.forget_returned()
 
 
 def _forget(task: asyncio.Task[Any]) -> None:

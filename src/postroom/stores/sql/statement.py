@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 __all__ = ["ParamStyle", "Result", "Row", "Script", "Statement", "run", "run_async"]
@@ -84,27 +84,29 @@ def _render(text: str, style: ParamStyle) -> tuple[str, tuple[str, ...]]:
 
 def run(script: Script[T], execute: Callable[[Statement], Result]) -> T:
     """Run a script to its end; an error of a statement is raised inside it, so that it may clean up."""
-    answer: Callable[[], Statement] = partial(next, script)
-    while True:
-        try:
-            statement = answer()
-        except StopIteration as end:
-            return cast("T", end.value)
-        try:
-            answer = partial(script.send, execute(statement))
-        except BaseException as error:  # noqa: BLE001 -- raised again by the script
-            answer = partial(script.throw, error)
+    try:
+        statement = next(script)
+        while True:
+            try:
+                result = execute(statement)
+            except BaseException as error:  # noqa: BLE001 -- raised again by the script
+                statement = script.throw(error)
+            else:
+                statement = script.send(result)
+    except StopIteration as end:
+        return cast("T", end.value)
 
 
 async def run_async(script: Script[T], execute: Callable[[Statement], Awaitable[Result]]) -> T:
     """Run a script to its end like `run`, awaiting every statement."""
-    answer: Callable[[], Statement] = partial(next, script)
-    while True:
-        try:
-            statement = answer()
-        except StopIteration as end:
-            return cast("T", end.value)
-        try:
-            answer = partial(script.send, await execute(statement))
-        except BaseException as error:  # noqa: BLE001 -- raised again by the script
-            answer = partial(script.throw, error)
+    try:
+        statement = next(script)
+        while True:
+            try:
+                result = await execute(statement)
+            except BaseException as error:  # noqa: BLE001 -- raised again by the script
+                statement = script.throw(error)
+            else:
+                statement = script.send(result)
+    except StopIteration as end:
+        return cast("T", end.value)

@@ -235,19 +235,20 @@ class AsyncWriter:
     arrays: ClassVar[bool] = False
     dialect: ClassVar[str]
 
-    async def write(
+    # Not async, but returning what is to be awaited: every layer costs, for every message.
+    def write(
         self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
-    ) -> list[Added]:
+    ) -> Coroutine[Any, Any, list[Added]]:
         """Add messages."""
-        return await self.perform(connection, _adding(additions, outbox, outside_transaction=outside_transaction))
+        return self.perform(connection, _adding(additions, outbox, outside_transaction=outside_transaction))
 
-    async def admit(self, connection: Connection, inbox: Inbox, message: Message) -> bool:
+    def admit(self, connection: Connection, inbox: Inbox, message: Message) -> Coroutine[Any, Any, bool]:
         """Mark a message as handled; tell whether it was not before."""
-        return await self.perform(connection, _admitting(inbox, message))
+        return self.perform(connection, _admitting(inbox, message))
 
-    async def has(self, connection: Connection, inbox: Inbox, message: Message) -> bool:
+    def has(self, connection: Connection, inbox: Inbox, message: Message) -> Coroutine[Any, Any, bool]:
         """Tell whether a message is marked as handled."""
-        return await self.perform(connection, _having(inbox, message))
+        return self.perform(connection, _having(inbox, message))
 
     async def purge_inbox(self, connection: Connection, inbox: Inbox, limit: int) -> int:
         """Delete marks past their retention; return how many."""

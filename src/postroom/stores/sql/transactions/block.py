@@ -9,9 +9,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from types import TracebackType
 from typing import Any, ClassVar
 
-from ....errors import CommitUnknownError, TransactionAbortedError, TransactionClosedError
+from ....errors import (
+    CommitUnknownError,
+    StoreUnavailableError,
+    TransactionAbortedError,
+    TransactionClosedError,
+)
 from ....transaction import Transaction
-from .outcome import translated, unreachable
+from .outcome import hide_parameters, translated, unreachable
 from .wakeups import Wake, hint
 
 __all__ = ["Block", "Foreign", "Link", "SQLTransactions", "require_open"]
@@ -19,7 +24,7 @@ __all__ = ["Block", "Foreign", "Link", "SQLTransactions", "require_open"]
 # Connections of other libraries have no type that could be named without importing them.
 Foreign = Any
 
-#: How many seconds a COMMIT or ROLLBACK may take after its task was cancelled, and a broken connection to let go.
+#: How many seconds a COMMIT or ROLLBACK may take once nobody wants to wait any more, and a broken connection to let go.
 PATIENCE = 5.0
 FAREWELL = 1.0
 
@@ -40,6 +45,8 @@ class Link(ABC):
     connection: Foreign = None
     #: Whether a savepoint could not be undone, so that nothing may be committed.
     is_doomed: bool = False
+    #: Whether it was left in the middle of something: what is wrong with the connection is wrong with no other then.
+    is_cut_off: bool = False
 
     @abstractmethod
     async def begin(self) -> None:
@@ -60,6 +67,10 @@ class Link(ABC):
     def abort(self) -> None:  # noqa: B027 -- not every library can
         """Break the connection at once, failing whoever waits on it."""
 
+    def is_lost(self) -> bool:
+        """Tell whether the library knows that the connection is gone."""
+        return False
+
     @abstractmethod
     async def mark(self) -> Foreign:
         """Make a savepoint."""
@@ -75,16 +86,19 @@ class Link(ABC):
     def is_sound_after(self, error: BaseException) -> bool:
         """Tell whether the connection can be used after a block that ended so.
 
-        Whoever was cancelled or timed out may have left half an answer on the wire.
+        Whoever was cancelled or timed out, or lost it, may have left half an answer on the wire.
         """
-        return isinstance(error, Exception) and not isinstance(error, TimeoutError)
+        return not _is_cut_off(error) and not _is_lost(error)
 
     async def undo_or_doom(self, mark: Foreign, error: BaseException) -> None:
         """Undo what came after a savepoint; if that cannot be, let nothing of the transaction be committed."""
         self.is_doomed = True
+        self.is_cut_off = _is_cut_off(error)
         if self.is_sound_after(error):
-            with contextlib.suppress(Exception):  # a deadlock of MySQL's has undone the savepoint as well
-                await self.undo(mark)
+            # A deadlock of MySQL's has undone the savepoint as well, and a thread may be busy for long.
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(PATIENCE):
+                    await self.undo(mark)
                 self.is_doomed = False
 
     async def succeed(self, callbacks: Sequence[Wake]) -> None:
@@ -96,8 +110,8 @@ class Link(ABC):
                 await self.commit()
             except CommitUnknownError:
                 raise
-            except BaseException:
-                is_sound = await self._has_rolled_back()
+            except BaseException as error:
+                is_sound = not _is_lost(error) and await self._has_rolled_back()
                 raise
             is_sound = True
             for callback in callbacks:
@@ -110,6 +124,7 @@ class Link(ABC):
 
     async def fail(self, error: BaseException) -> None:
         """End the transaction of a block that failed; the error that comes of this is not the one to tell."""
+        self.is_cut_off = _is_cut_off(error)
         is_sound = self.is_sound_after(error) and await self._has_rolled_back()
         with contextlib.suppress(Exception):
             await self.release(is_sound=is_sound)
@@ -150,9 +165,10 @@ class Block:
         try:
             await link.begin()
         except BaseException as error:
-            await _to_its_end(_released(link), link.abort)
-            if self._translates and (told := unreachable(error)) is not None:
-                raise told from error
+            link.is_cut_off = _is_cut_off(error)
+            await _to_its_end(_released(link), link.abort, is_urgent=_is_cut_off(error))
+            if self._translates:
+                _tell(error, unreachable(error))
             raise
         self._held = _Held(link, self._opened_by)
         return self._held
@@ -166,15 +182,17 @@ class Block:
             raise TransactionClosedError
         callbacks = held.close()
         if error is not None:
-            await _to_its_end(held.link.fail(error), held.link.abort)
-            if self._translates and (told := translated(error)) is not None:
-                raise told from error
+            is_lost = held.link.is_lost()
+            # A thread may be busy with a statement that nobody wants any more, and ROLLBACK waits behind it.
+            await _to_its_end(held.link.fail(error), held.link.abort, is_urgent=_is_cut_off(error))
+            if self._translates:
+                _tell(error, translated(error, is_lost=is_lost))
             return
         try:
             await _to_its_end(held.link.succeed(callbacks), held.link.abort)
         except Exception as refusal:
-            if self._translates and (told := translated(refusal)) is not None:
-                raise told from refusal
+            if self._translates:
+                _tell(refusal, translated(refusal))
             raise
 
     @property
@@ -229,27 +247,73 @@ async def _released(link: Link) -> None:
         await link.release(is_sound=False)
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None], abort: Callable[[], None]) -> None:
-    """Wait for work also when cancelled, and go on being cancelled then; break its connection if it takes too long."""
+def _is_cut_off(error: BaseException) -> bool:
+    """Tell whether somebody was stopped in the middle of something, by cancellation or by a time limit."""
+    return not isinstance(error, Exception) or isinstance(error, TimeoutError)
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Tell whether a library says that its connection is gone.
+
+    Should it answer all the same, it may be the answer to something older.
+    """
+    return isinstance(translated(error), StoreUnavailableError)
+
+
+def _tell(error: BaseException, told: Exception | None) -> None:
+    """Raise what is told in place of an error, if anything is; neither shows what was written."""
+    hide_parameters(error)
+    if told is not None:
+        raise told from error
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None], abort: Callable[[], None], *, is_urgent: bool = False) -> None:
+    """Wait for work also when cancelled, and go on being cancelled then.
+
+    Once it was cancelled, or if it is urgent, it has a while; then its connection is broken.
+    """
     task = asyncio.get_running_loop().create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(_forget)
-        if not await _is_done(task, PATIENCE):
-            abort()
-            await _is_done(task, FAREWELL)
-        raise
+    cancellation: asyncio.CancelledError | None = None
+    if not is_urgent:
+        try:
+            await _ended(task)
+        except asyncio.CancelledError as error:
+            cancellation = error
+        else:
+            task.result()
+            return
+    task.add_done_callback(_forget)
+    cancellation = await _waited(task, PATIENCE) or cancellation
+    if not task.done():
+        abort()
+        cancellation = await _waited(task, FAREWELL) or cancellation
+    if cancellation is not None:
+        raise cancellation
 
 
-async def _is_done(task: asyncio.Task[None], patience: float) -> bool:
-    """Wait for a task for a while, however often this one is cancelled meanwhile."""
+def _ended(task: asyncio.Task[None]) -> asyncio.Future[None]:
+    """Return what is done when a task is, and can be cancelled without it: for every message, so not ``shield``."""
+    ended = task.get_loop().create_future()
+
+    def tell(_: asyncio.Task[None]) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    task.add_done_callback(tell)
+    return ended
+
+
+async def _waited(task: asyncio.Task[None], patience: float) -> asyncio.CancelledError | None:
+    """Wait for a task for a while, however often this one is cancelled meanwhile; return how it was."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience
+    cancellation: asyncio.CancelledError | None = None
     while not task.done() and (left := deadline - loop.time()) > 0:
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await asyncio.wait({task}, timeout=left)
-    return task.done()
+        except asyncio.CancelledError as error:
+            cancellation = error
+    return cancellation
 
 
 def _forget(task: asyncio.Task[None]) -> None:

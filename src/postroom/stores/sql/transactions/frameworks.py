@@ -7,13 +7,16 @@ from collections.abc import Callable
 from typing import Final
 
 from .block import Foreign, Link, require_open
-from .network import break_off
-from .outcome import ANCHOR, PROBE, RELEASE, aborted_is_told, unknown_is_told
+from .network import break_off, is_broken
+from .outcome import ANCHOR, PROBE, RELEASE, aborted_is_told, lost, unknown_is_told
 from .threads import Plain
 
 __all__ = ["DjangoPlain", "SQLAlchemyLink", "SQLAlchemyPlain"]
 
-_MYSQL: Final = frozenset({"mysql", "mariadb"})
+#: Where a savepoint tells whether the transaction is still the one that was begun.
+_ANCHORED: Final = frozenset({"mysql", "mariadb", "sqlite"})
+# The write lock comes first: a transaction that reads and then writes would fail as "locked", not wait.
+_BEGIN: Final = "BEGIN IMMEDIATE"
 
 
 class _Work:
@@ -22,14 +25,23 @@ class _Work:
     def __init__(self) -> None:
         self.raw: Foreign = None
         self._begun: Foreign = None
+        self._dialect: str = ""
 
     def begin(self, holder: Foreign) -> None:
         # Begun by name, so that a commit by anybody else is noticed.
         self._begun = holder.begin()
-        if _dialect(holder) in _MYSQL:
-            _connection(holder).exec_driver_sql(ANCHOR)
+        connection = _connection(holder)
+        self.raw = connection.connection.driver_connection
+        self._dialect = connection.dialect.name
+        if self._dialect == "sqlite" and not self.raw.in_transaction:
+            # The driver begins at the first write: before that, the RELEASE of a savepoint would be a COMMIT.
+            connection.exec_driver_sql(_BEGIN)
+        if self._dialect in _ANCHORED:
+            connection.exec_driver_sql(ANCHOR)
 
     def commit(self, holder: Foreign) -> None:
+        if is_broken(self.raw):
+            raise lost()
         require_open(is_open=self._begun.is_active)
         if hasattr(holder, "flush"):
             holder.flush()  # what fails here has nothing to do with the COMMIT
@@ -39,13 +51,11 @@ class _Work:
             holder.commit()
 
     def _probe(self, holder: Foreign) -> None:
-        dialect = _dialect(holder)
-        if dialect not in _MYSQL and dialect != "postgresql":
-            return
-        connection = _connection(holder)
-        self.raw = connection.connection.driver_connection
-        connection.exec_driver_sql(PROBE if dialect == "postgresql" else RELEASE)
-        if dialect == "postgresql" and hasattr(self.raw, "is_in_transaction"):
+        if self._dialect in _ANCHORED:
+            _connection(holder).exec_driver_sql(RELEASE)
+        elif self._dialect == "postgresql":
+            _connection(holder).exec_driver_sql(PROBE)
+        if hasattr(self.raw, "is_in_transaction"):
             require_open(is_open=self.raw.is_in_transaction())  # a ROLLBACK by hand passes SQLAlchemy by
 
     def roll_back(self, holder: Foreign) -> None:
@@ -66,12 +76,6 @@ class _Work:
 def _connection(holder: Foreign) -> Foreign:
     is_session = hasattr(holder, "get_bind")
     return holder.connection() if is_session else holder
-
-
-def _dialect(holder: Foreign) -> str:
-    bound: Foreign = holder.get_bind() if hasattr(holder, "get_bind") else holder
-    name: str = bound.dialect.name
-    return name
 
 
 class SQLAlchemyLink(Link):
@@ -98,9 +102,12 @@ class SQLAlchemyLink(Link):
         connection, self.connection = self.connection, None
         if connection is None:
             return
-        if not is_sound:
-            await connection.invalidate()
-        await connection.close()
+        try:
+            if not is_sound:
+                await connection.invalidate()
+            await connection.close()
+        finally:
+            self._work.raw = None  # it may be another's by now
 
     def abort(self) -> None:
         if self._work.raw is not None:
@@ -138,9 +145,12 @@ class SQLAlchemyPlain(Plain):
         connection, self.connection = self.connection, None
         if connection is None:
             return
-        if not is_sound:
-            connection.invalidate()
-        connection.close()
+        try:
+            if not is_sound:
+                connection.invalidate()
+            connection.close()
+        finally:
+            self._work.raw = None  # it may be another's by now
 
     def abort(self) -> None:
         if self._work.raw is not None:
@@ -164,14 +174,15 @@ class DjangoPlain(Plain):
     def __init__(self, atomic: Callable[..., Foreign], alias: str) -> None:
         self._atomic = atomic
         self._alias = alias
-        self._begun: Foreign = None
+        #: The blocks that were entered and not left; Django has them left in order.
+        self._blocks: list[Foreign] = []
 
     def begin(self) -> None:
         connection: Foreign = sys.modules["django.db"].connections[self._alias]
         connection.close_if_unusable_or_obsolete()  # as Django itself does before a request
         self.connection = connection
-        self._begun = self.mark()
-        if connection.vendor == "mysql":
+        self.mark()
+        if connection.vendor in _ANCHORED:
             self._execute(ANCHOR)
 
     def commit(self) -> None:
@@ -180,44 +191,48 @@ class DjangoPlain(Plain):
         with aborted_is_told():
             if connection.vendor == "postgresql":
                 self._execute(PROBE)
-            elif connection.vendor == "mysql":
+            elif connection.vendor in _ANCHORED:
                 self._execute(RELEASE)
-        begun, self._begun = self._begun, None
         with unknown_is_told():
-            self.keep(begun)
+            self.keep(self._blocks[0])
 
     def _execute(self, sql: str) -> None:
         with self.connection.cursor() as cursor:
             cursor.execute(sql)
 
     def roll_back(self) -> None:
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            self.undo(begun)
+        while self._blocks:
+            self.undo(self._blocks[-1])
 
     def release(self, *, is_sound: bool) -> None:
         connection, self.connection = self.connection, None
         if connection is None:
             return
-        begun, self._begun = self._begun, None
         try:
-            if begun is not None:
-                self.undo(begun)
+            self.roll_back()
         finally:
             if is_sound:
                 connection.close_if_unusable_or_obsolete()
             else:
                 connection.close()
 
+    def abort(self) -> None:
+        raw = None if self.connection is None else self.connection.connection
+        if raw is not None:
+            break_off(raw)
+
     def mark(self) -> Foreign:
         begun = self._atomic(using=self._alias)
         begun.__enter__()
+        self._blocks.append(begun)
         return begun
 
     def keep(self, mark: Foreign) -> None:
+        self._blocks.remove(mark)
         mark.__exit__(None, None, None)
 
     def undo(self, mark: Foreign) -> None:
+        self._blocks.remove(mark)
         mark.__exit__(_Undone, _Undone(), None)
 
 

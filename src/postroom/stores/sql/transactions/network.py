@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import ClassVar, Final, Protocol, Self
+from abc import ABC, abstractmethod
+from typing import ClassVar, Final, Self
 
 from ....errors import CommitUnknownError, TransactionAbortedError
 from .block import Foreign, Link, require_open
-from .outcome import ANCHOR, PROBE, RELEASE, aborted_is_told, unknown_is_told
+from .outcome import ANCHOR, PROBE, RELEASE, aborted_is_told, lost, unknown_is_told, was_refused
 from .threads import Plain
 
 __all__ = [
@@ -21,21 +22,27 @@ __all__ = [
     "PsycopgPool",
     "Source",
     "break_off",
+    "is_broken",
 ]
 
 _SAVEPOINT: Final = "postroom_nested"
+#: What tells of a library that its connection is open.
+_TELLING: Final = {"asyncmy": "connected", "pymysql": "open"}
 
 
-class Source(Protocol):
+class Source(ABC):
     """Where connections come from and go to."""
 
+    @abstractmethod
     async def take(self) -> Foreign:
         """Return a connection that nobody else uses."""
-        ...
 
+    @abstractmethod
     async def give_back(self, connection: Foreign, *, is_sound: bool) -> None:
         """Take a connection back; one that is not sound is never used again."""
-        ...
+
+    def hear_of_loss(self) -> None:  # noqa: B027 -- most pools find out by themselves
+        """Hear that a connection was lost, and others may have been with it."""
 
 
 def break_off(connection: Foreign) -> None:
@@ -47,6 +54,12 @@ def break_off(connection: Foreign) -> None:
             with contextlib.suppress(OSError):
                 wire.shutdown(socket.SHUT_RDWR)
             wire.detach()
+    elif package == "sqlite3":
+        with contextlib.suppress(Exception):
+            connection.interrupt()
+    elif package == "aiosqlite":
+        with contextlib.suppress(Exception, StopIteration):
+            connection.interrupt().send(None)  # it is called at once, although it may be awaited
     elif hasattr(connection, "terminate"):
         connection.terminate()
     elif package == "asyncmy":
@@ -56,7 +69,24 @@ def break_off(connection: Foreign) -> None:
             pipe.shutdown(socket.SHUT_RDWR)
 
 
-class AsyncpgPool:
+def is_broken(connection: Foreign) -> bool:
+    """Tell whether a connection of some driver knows that it is closed."""
+    package = type(connection).__module__.partition(".")[0]
+    if package == "psycopg":
+        return bool(connection.closed)
+    if package in _TELLING:
+        return not getattr(connection, _TELLING[package])
+    return hasattr(connection, "is_closed") and _is_closed(connection)
+
+
+def _is_closed(connection: Foreign) -> bool:
+    try:
+        return bool(connection.is_closed())
+    except Exception:  # noqa: BLE001 -- asyncpg's pool takes a lost connection away from whoever holds it
+        return True
+
+
+class AsyncpgPool(Source):
     """asyncpg's ``Pool``."""
 
     def __init__(self, pool: Foreign) -> None:
@@ -73,7 +103,7 @@ class AsyncpgPool:
         await self.pool.release(connection)
 
 
-class PsycopgPool:
+class PsycopgPool(Source):
     """psycopg's ``AsyncConnectionPool``."""
 
     def __init__(self, pool: Foreign) -> None:
@@ -90,7 +120,7 @@ class PsycopgPool:
         await self.pool.putconn(connection)
 
 
-class AsyncmyPool:
+class AsyncmyPool(Source):
     """asyncmy's ``Pool``."""
 
     def __init__(self, pool: Foreign) -> None:
@@ -116,8 +146,14 @@ class _FromSource(Link):
 
     async def release(self, *, is_sound: bool) -> None:
         connection, self.connection = self.connection, None
-        if connection is not None:
-            await self._source.give_back(connection, is_sound=is_sound)
+        if connection is None:
+            return
+        if not is_sound and not self.is_cut_off:
+            self._source.hear_of_loss()
+        await self._source.give_back(connection, is_sound=is_sound)
+
+    def is_lost(self) -> bool:
+        return self.connection is not None and is_broken(self.connection)
 
     def abort(self) -> None:
         if self.connection is not None:
@@ -136,16 +172,20 @@ class AsyncpgLink(_FromSource):
 
     async def commit(self) -> None:
         connection = self.connection
+        if _is_closed(connection):
+            raise lost()
         is_asked = not _Heard.is_understood
         if is_asked:
             with aborted_is_told():
                 await connection.execute(PROBE)
-        is_closed = connection.is_closed()
-        require_open(is_open=is_closed or connection.is_in_transaction())
+        require_open(is_open=connection.is_in_transaction())
         heard = _Heard.listen(self._begun)
-        # To a connection that is known to be closed COMMIT is not even sent.
-        with contextlib.nullcontext() if is_closed else unknown_is_told():
+        try:
             await self._begun.commit()
+        except Exception as error:
+            if was_refused(error):
+                raise
+            raise CommitUnknownError from error
         if heard.answer == "ROLLBACK":
             raise TransactionAbortedError
         if not is_asked and heard.answer != "COMMIT":
@@ -206,8 +246,15 @@ class _Heard:
 
 def _check_psycopg(connection: Foreign) -> None:
     """Refuse a transaction that is no longer open, or has failed: psycopg knows, and nobody has to be asked."""
-    status = connection.info.transaction_status.name
-    require_open(is_open=status == "INTRANS" or connection.closed)
+    if connection.closed:
+        raise lost()  # psycopg itself would say nothing, and send nothing
+    require_open(is_open=connection.info.transaction_status.name == "INTRANS")
+
+
+def _require_committed(connection: Foreign) -> None:
+    """Raise if nothing tells that COMMIT came about: of a broken connection psycopg says nothing."""
+    if connection.closed or connection.info.transaction_status.name != "IDLE":
+        raise CommitUnknownError
 
 
 class PsycopgLink(_FromSource):
@@ -221,8 +268,9 @@ class PsycopgLink(_FromSource):
 
     async def commit(self) -> None:
         _check_psycopg(self.connection)
-        with contextlib.nullcontext() if self.connection.closed else unknown_is_told():
+        with unknown_is_told():
             await self.keep(self._begun)
+            _require_committed(self.connection)
 
     async def roll_back(self) -> None:
         if self.connection.info.transaction_status.name != "IDLE":
@@ -254,8 +302,9 @@ class PsycopgPlain(Plain):
 
     def commit(self) -> None:
         _check_psycopg(self.connection)
-        with contextlib.nullcontext() if self.connection.closed else unknown_is_told():
+        with unknown_is_told():
             self.keep(self._begun)
+            _require_committed(self.connection)
 
     def roll_back(self) -> None:
         if self.connection.info.transaction_status.name != "IDLE":

@@ -11,29 +11,45 @@ from typing import Any, Final
 from ....errors import (
     CommitUnknownError,
     PostroomError,
-    StoreContentionError,
     StoreError,
     StoreUnavailableError,
     TransactionAbortedError,
 )
 from ..errors import ADVICE, mysql_error, postgres_error, sqlite_error
 
-__all__ = ["ANCHOR", "PROBE", "RELEASE", "aborted_is_told", "translated", "unknown_is_told", "unreachable"]
+__all__ = [
+    "ANCHOR",
+    "PROBE",
+    "RELEASE",
+    "aborted_is_told",
+    "hide_parameters",
+    "lost",
+    "translated",
+    "unknown_is_told",
+    "unreachable",
+    "was_refused",
+]
 
 #: Fails in a transaction of PostgreSQL's that has failed; nothing else tells before COMMIT.
 PROBE: Final = "SELECT 1"
-#: MySQL ends a whole transaction at a deadlock, and what follows is another one: only a savepoint that was made at the
-#: start, and is there no more, tells.
+#: MySQL ends a whole transaction at a deadlock, SQLite some at a full disk, a handler by a COMMIT of its own, and what
+#: follows is another one: only a savepoint that was made at the start, and is there no more, tells.
 ANCHOR: Final = "SAVEPOINT postroom"
 RELEASE: Final = "RELEASE SAVEPOINT postroom"
 
 #: PostgreSQL's "the transaction is aborted", and MySQL's "no such savepoint".
 _ABORTED: Final = frozenset({"25P02", 1305})
+#: What SQLite says without a code of its own.
+_NO_ANCHOR: Final = "no such savepoint"
 #: MySQL's "got error during COMMIT", which does not tell on which side of it.
 _DURING_COMMIT: Final = 1180
 #: Whose errors come from the connection.
 _DRIVERS: Final = frozenset({"asyncpg", "psycopg", "psycopg_pool", "asyncmy", "pymysql", "aiomysql", "sqlite3"})
 _SHOWN: Final = 300
+#: SQLAlchemy's, for whatever comes after an error that was caught; its code tells whether the connection was lost.
+_PENDING: Final = "PendingRollbackError"
+_INVALIDATED: Final = "8s2b"
+_ORIGINAL: Final = " Original exception was: "
 #: What asyncpg says without a code; a cursor that is closed is the fault of whoever uses it.
 _CLOSED: Final = re.compile(r"connection (is|was|has been) closed")
 
@@ -44,7 +60,8 @@ def aborted_is_told() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if _code(_of_the_driver(error)) in _ABORTED:
+        cause = _of_the_driver(error)
+        if _code(cause) in _ABORTED or (isinstance(cause, sqlite3.Error) and _NO_ANCHOR in str(cause)):
             raise TransactionAbortedError from error
         raise
 
@@ -54,33 +71,54 @@ def unknown_is_told() -> Generator[None]:
     """Call the outcome of a COMMIT unknown unless the server itself refused it."""
     try:
         yield
-    except PostroomError:
-        raise
     except Exception as error:
-        if _was_refused(error):
+        if was_refused(error):
             raise
         raise CommitUnknownError from error
 
 
-def translated(error: BaseException) -> StoreError | None:
+def lost() -> StoreUnavailableError:
+    """Return what to raise if a connection was lost before COMMIT was sent, and its error was caught."""
+    return StoreUnavailableError(f"the connection was lost before the commit; {ADVICE[StoreUnavailableError]}")
+
+
+def translated(error: BaseException, *, is_lost: bool = False) -> PostroomError | None:
     """Return what to raise for an error of a database library that says nothing about the message: it may work later.
 
-    Everything else stays as the library says it.
+    Everything else stays as the library says it, unless the connection is known to be lost.
     """
+    if type(error).__name__ == _PENDING:
+        return lost() if getattr(error, "code", "") == _INVALIDATED else TransactionAbortedError()
     cause = _of_the_driver(error)
     if isinstance(error, PostroomError) or not (cause is not error or _is_of_a_driver(cause)):
         return None
     kind = _kind(cause)
-    if getattr(error, "connection_invalidated", False):
+    if getattr(error, "connection_invalidated", False) or (is_lost and kind is StoreError):
         kind = StoreUnavailableError
-    if not issubclass(kind, StoreContentionError | StoreUnavailableError):
+    if kind is StoreError:
         return None
     words = " ".join(str(cause).split())[:_SHOWN]
     said = f"{type(cause).__name__}: {words}"
     return kind(f"{said}; {ADVICE[kind]}" if kind in ADVICE else said)
 
 
-def unreachable(error: BaseException) -> StoreError | None:
+def hide_parameters(error: BaseException) -> None:
+    """Keep an error of SQLAlchemy's, and those it came from, from showing what was written: they end up in logs."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        found = left.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        if hasattr(found, "hide_parameters"):
+            found.hide_parameters = True  # pyright: ignore[reportAttributeAccessIssue] -- of SQLAlchemy's StatementError
+        elif type(found).__name__ == _PENDING:
+            found.args = tuple(str(word).partition(_ORIGINAL)[0] for word in found.args)
+        left += [found.__cause__, found.__context__, *getattr(found, "exceptions", ())]
+
+
+def unreachable(error: BaseException) -> PostroomError | None:
     """Return what to raise for an error of opening a connection, where also the system tells that a server is down."""
     told = translated(error)
     # SQLAlchemy's pool has an error of its own for a connection that was not to be had in time.
@@ -120,7 +158,10 @@ def _of_the_driver(error: BaseException) -> BaseException:
     return original or error
 
 
-def _was_refused(error: Exception) -> bool:
+def was_refused(error: Exception) -> bool:
+    """Tell whether an error of COMMIT says that nothing was committed."""
+    if isinstance(error, PostroomError):
+        return True
     cause = _of_the_driver(error)
     if cause is error and not isinstance(error, OSError | EOFError) and not _is_of_a_driver(error):
         return True  # by a hook of the caller's

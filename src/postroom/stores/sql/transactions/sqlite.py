@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import sqlite3
 import weakref
@@ -11,7 +11,8 @@ from typing import Final, TypeAlias
 
 from ....errors import ConfigurationError
 from .block import Foreign, Link, SQLTransactions, require_open
-from .outcome import unknown_is_told
+from .network import break_off
+from .outcome import ANCHOR, RELEASE, aborted_is_told, unknown_is_told
 from .threads import Gate, OnThread, Plain, Threads
 
 __all__ = ["AiosqliteLink", "ConnectionLink", "FileTransactions"]
@@ -63,16 +64,22 @@ class _OnSQLite(Plain):
     """A transaction on a connection of the standard library."""
 
     _marks: int = 0
+    #: Whether what the connection is in is ours to roll back.
+    _is_begun: bool = False
 
     def _begin(self) -> None:
         connection = self.connection
         # Since 3.12 a connection may be asked to be in a transaction always.
         if not (connection.in_transaction and getattr(connection, "autocommit", -1) is False):
             connection.execute(_BEGIN)
+        self._is_begun = True
+        connection.execute(ANCHOR)
 
     def commit(self) -> None:
         # Some errors, such as a full disk, end the whole transaction.
         require_open(is_open=self.connection.in_transaction)
+        with aborted_is_told():
+            self.connection.execute(RELEASE)
         with unknown_is_told():
             self.connection.commit()
 
@@ -80,9 +87,8 @@ class _OnSQLite(Plain):
         self.connection.rollback()
 
     def abort(self) -> None:
-        if self.connection is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self.connection.interrupt()
+        if self.connection is not None and self._is_begun:  # what runs before that may be somebody else's
+            break_off(self.connection)
 
     def mark(self) -> Foreign:
         self._marks += 1
@@ -138,7 +144,7 @@ class ConnectionLink(_OnSQLite):
 
     def release(self, *, is_sound: bool) -> None:
         connection, self.connection = self.connection, None
-        if connection is not None and not is_sound and connection.in_transaction:
+        if connection is not None and not is_sound and self._is_begun and connection.in_transaction:
             connection.rollback()
 
 
@@ -151,15 +157,22 @@ class AiosqliteLink(Link):
         self._given = connection
         self._gate = gate
         self._is_inside = False
+        self._beginning: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        await self._gate.here().acquire()
+        await self._gate.acquire()
         self._is_inside = True
         self.connection = self._given
-        await self._execute(_BEGIN)
+        # Its thread begins also for those who were cancelled: whether it did has to be known before a ROLLBACK, which
+        # would end the transaction of somebody else otherwise.
+        self._beginning = asyncio.create_task(self._execute(_BEGIN))
+        await asyncio.shield(self._beginning)
+        await self._execute(ANCHOR)
 
     async def commit(self) -> None:
         require_open(is_open=self.connection.in_transaction)
+        with aborted_is_told():
+            await self._execute(RELEASE)
         with unknown_is_told():
             await self.connection.commit()
 
@@ -170,12 +183,22 @@ class AiosqliteLink(Link):
         if not self._is_inside:
             return
         try:
-            # Cancelled before it, BEGIN may still be on its way: this waits behind it.
-            if not is_sound:
+            if not is_sound and await self._has_begun():
                 await self.connection.rollback()
         finally:
             self._is_inside, self.connection = False, None
-            self._gate.here().release()
+            self._gate.release()
+
+    async def _has_begun(self) -> bool:
+        if self._beginning is None:
+            return False
+        await asyncio.wait({self._beginning})
+        return not self._beginning.cancelled() and self._beginning.exception() is None
+
+    def abort(self) -> None:
+        # What runs before BEGIN was answered is somebody else's.
+        if self._is_inside and self._beginning is not None and self._beginning.done():
+            break_off(self._given)
 
     def is_sound_after(self, error: BaseException) -> bool:
         """Tell so always: its thread goes on with a statement that nobody waits for, and this waits behind it."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from typing import Any, ClassVar, Final
-from weakref import WeakKeyDictionary
 
 from .block import Foreign, Link
 
@@ -21,25 +22,66 @@ SIZE: Final = 32
 
 
 class Gate:
-    """Lets a number of tasks in at a time; each event loop has its own, since nothing of asyncio's may be shared."""
+    """Lets a number of tasks in at a time, in order, whatever event loops they run on."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        #: The event loops of those inside; one that was closed has left nobody behind who could come out.
+        self._inside: list[asyncio.AbstractEventLoop] = []
+        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
 
-    def here(self) -> asyncio.Semaphore:
-        """Return the gate of the running event loop."""
+    async def acquire(self) -> None:
+        """Wait until there is room."""
         loop = asyncio.get_running_loop()
-        gate = self._gates.get(loop)
-        if gate is None:
-            gate = self._gates[loop] = asyncio.Semaphore(self._size)
-        return gate
+        with self._lock:
+            if len(self._inside) >= self._size:
+                self._inside = [other for other in self._inside if not other.is_closed()]
+            if len(self._inside) < self._size and not self._waiting:
+                self._inside.append(loop)
+                return
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append((loop, turn))
+            self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            with self._lock:
+                is_inside = (loop, turn) not in self._waiting
+                if not is_inside:
+                    self._waiting.remove((loop, turn))
+            if is_inside:
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Let the next one in; to be called on the event loop that was let in."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop in self._inside:
+                self._inside.remove(loop)
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._inside) < self._size:
+            loop, turn = self._waiting.popleft()
+            try:
+                loop.call_soon_threadsafe(_let, turn)
+            except RuntimeError:  # the loop was closed
+                continue
+            self._inside.append(loop)
+
+
+def _let(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
 
 
 class Threads:
     """A bounded number of threads, started when they are needed and used again."""
 
     def __init__(self, size: int = SIZE) -> None:
+        self._size = size
         self._gate = Gate(size)
         self._idle: list[ThreadPoolExecutor] = []
         self._pid = os.getpid()
@@ -47,8 +89,9 @@ class Threads:
     async def take(self) -> Lane:
         """Wait for a thread that nobody uses."""
         if self._pid != os.getpid():
-            self._idle, self._pid = [], os.getpid()  # threads do not outlive a fork
-        gate = self._gate.here()
+            # Threads do not outlive a fork.
+            self._idle, self._gate, self._pid = [], Gate(self._size), os.getpid()
+        gate = self._gate
         await gate.acquire()
         try:
             thread = self._idle.pop()
@@ -60,7 +103,7 @@ class Threads:
 class Lane:
     """One thread, for as long as a transaction has it."""
 
-    def __init__(self, thread: ThreadPoolExecutor, gate: asyncio.Semaphore, idle: list[ThreadPoolExecutor]) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, gate: Gate, idle: list[ThreadPoolExecutor]) -> None:
         self._thread = thread
         self._gate = gate
         self._idle = idle
@@ -163,5 +206,5 @@ class OnThread(Link):
         await self.call(self._plain.undo, mark)
 
     def is_sound_after(self, error: BaseException) -> bool:
-        """Tell so always: a statement on a thread is never cut off, and this waits for it."""
+        """Tell so always: a statement on a thread is never cut off, and this waits behind it."""
         return True
