@@ -188,6 +188,33 @@ async def test_what_comes_due_is_not_held_up_by_what_came_later() -> None:
         assert numbers([await taken(reader), await taken(reader)]) == [0, 1]
 
 
+async def test_a_nack_without_a_delay_waits_the_usual_time() -> None:
+    """S1-36: one that always fails leaves room for the others."""
+    broker, loop = MemoryBroker(), asyncio.get_running_loop()
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([order(1), order(2)])
+        began = loop.time()
+        await (await taken(reader)).nack()
+
+        assert numbers([await taken(reader), await taken(reader)]) == [2, 1]
+        assert loop.time() - began >= 0.5  # at least half of the first second
+
+
+async def test_what_is_nacked_for_no_time_goes_behind_the_others_and_before_those_of_its_key() -> None:
+    """G6: it neither keeps other messages waiting, nor is passed by later ones of its key."""
+    broker = MemoryBroker()
+    async with broker.subscribe("orders", group="g") as reader:
+        await broker.publish([order(1), order(2), order(3, key="a"), order(4, key="a"), order(5)])
+        await (await taken(reader)).nack(delay=timedelta(0))
+        held = [await taken(reader)]
+        await (await taken(reader)).nack(delay=timedelta(0))
+        held += [await taken(reader), await taken(reader)]
+        keyed = await taken(reader)
+        await keyed.ack()
+
+        assert numbers([*held, keyed, await taken(reader)]) == [2, 5, 1, 3, 4]
+
+
 async def test_a_short_wait_ends_before_a_long_one_that_began_earlier() -> None:
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:

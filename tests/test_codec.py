@@ -206,3 +206,13 @@ def test_a_reader_decodes_as_its_codec_does() -> None:
 
     assert reader(JSONCodec(), Item)(payload) == JSONCodec().decode(payload, Item) == item
     assert reader(Doubling(), Item)(payload) == [item, item]
+
+
+def test_what_cannot_be_encoded_is_not_kept_by_the_error() -> None:
+    """An error of Unicode holds all of the text, and tracebacks show what errors hold."""
+    with pytest.raises(EncodeError) as raised:
+        JSONCodec().encode({"card": "4111-1111 \ud800"})
+
+    assert raised.value.__cause__ is None
+    assert raised.value.__context__ is None
+    assert "4111" not in str(raised.value)

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -38,6 +39,7 @@ from postroom.errors import (
     MiddlewareOrderError,
     RejectError,
     StoreContentionError,
+    StoreError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -267,8 +269,9 @@ async def test_a_payload_that_cannot_be_decoded_is_rejected_at_once() -> None:
 
 
 @pytest.mark.parametrize("error", [StoreUnavailableError("down"), StoreTimeoutError("slow"), CommitUnknownError()])
-async def test_a_database_that_is_away_costs_no_attempt(error: Exception) -> None:
+async def test_a_database_that_is_away_costs_no_attempt(error: StoreError | CommitUnknownError) -> None:
     """G13: an outage says nothing about the message, so it makes no dead letters however long it takes."""
+    error.is_outage = True
     left = 12
     letters: list[str] = []
 
@@ -364,6 +367,119 @@ async def test_something_cancelled_inside_a_handler_is_an_error_of_the_message()
     outcomes, _ = await handled(handler)
 
     assert outcomes == [Retry("CancelledError", DELAY)]
+
+
+async def failing_group(error: Exception) -> None:
+    """Fail as a TaskGroup does, which in Python 3.11 leaves a request to cancel the task behind."""
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fail())
+
+
+async def run_once(handler: Callable[..., Any], **choices: Any) -> tuple[list[Outcome], Seen]:  # noqa: ANN401
+    """Have a consumer run until its broker was told of one message."""
+    desk, seen = Desk(order()), Seen()
+    consumer = Consumer(desk, routed(handler), listener=seen.append, backoff=lambda _: DELAY, **choices)
+    async with running(consumer):
+        await until(lambda: bool(desk.told), "the message being settled")
+    return desk.outcomes(), seen
+
+
+async def test_a_task_group_that_fails_is_an_error_of_the_message() -> None:
+    """G9, F-03: it is counted and told, and not taken for the end of the consumer."""
+
+    async def handler(_: Message) -> None:
+        await failing_group(ValueError("bad answer"))
+
+    outcomes, seen = await run_once(handler)
+
+    said = "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception): ValueError: bad answer"
+    assert outcomes == [Retry(said, DELAY)]
+    assert [event.error for event in seen.of(events.HandlingFailed)] == [said]
+    assert seen.of(events.ConsumerStopped) == [events.ConsumerStopped(0)]
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+async def test_a_group_of_rejections_is_one(is_direct: bool) -> None:  # noqa: FBT001
+    """G9: what can never be handled is dead at once, also if a task of the handler says so."""
+
+    async def handler(_: Message) -> None:
+        await failing_group(RejectError("never"))
+
+    outcomes, _ = await (handled(handler) if is_direct else run_once(handler))
+
+    assert [type(outcome) for outcome in outcomes] == [Dead]
+
+
+async def test_a_group_with_an_error_that_may_pass_comes_again() -> None:
+    async def handler(_: Message) -> None:
+        raise ExceptionGroup("both", [RejectError("never"), ExceptionGroup("inner", [ValueError("now")])])
+
+    outcomes, _ = await handled(handler)
+
+    assert [type(outcome) for outcome in outcomes] == [Retry]
+
+
+async def test_a_handler_that_is_too_slow_after_a_task_group_failed_is_late() -> None:
+    """G9, F-25: nobody else cancelled it, though there seem to be two requests."""
+
+    async def handler(_: Message) -> None:
+        with contextlib.suppress(ExceptionGroup):
+            await failing_group(ValueError())
+        await asyncio.Event().wait()
+
+    outcomes, seen = await run_once(handler, timeout=10 * MS)
+
+    assert outcomes == [Retry("TimeoutError", DELAY)]
+    assert len(seen.of(events.HandlingFailed)) == 1
+
+
+async def test_something_cancelled_after_a_task_group_failed_is_an_error_of_the_message() -> None:
+    async def handler(_: Message) -> None:
+        with contextlib.suppress(ExceptionGroup):
+            await failing_group(ValueError())
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    outcomes, _ = await run_once(handler)
+
+    assert outcomes == [Retry("CancelledError", DELAY)]
+
+
+async def test_what_ends_the_whole_program_says_nothing_of_messages() -> None:
+    """F-25: tasks are cancelled in any order then, and the consumer may be the last to hear of it."""
+    desk, gate, seen = Desk(order()), Gate(), Seen()
+    consumer = Consumer(desk, routed(gate), listener=seen.append)
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(consumer.run())
+    await until(lambda: gate.inside == 1, "the handler being at work")
+
+    for each in asyncio.all_tasks() - before:
+        each.cancel()
+    await asyncio.wait({task})
+
+    assert desk.told == [(1, Release())]
+    assert seen.of(events.HandlingFailed) == []
+
+
+async def test_an_error_that_cannot_be_told_is_told_by_its_name() -> None:
+    """G9: it does not end the consumer."""
+
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("no text")
+
+    async def handler(_: Message) -> None:
+        raise SilentError
+
+    outcomes, _ = await run_once(handler)
+
+    assert outcomes == [Retry("SilentError", DELAY)]
 
 
 async def test_a_handler_that_takes_too_long_is_cancelled_and_comes_again() -> None:
@@ -492,6 +608,68 @@ async def test_a_handler_may_acknowledge_by_hand() -> None:
     assert outcomes == [Dead("by hand")]
 
 
+class Deaf(Desk):
+    """A broker that fails to take note of the first message, or takes its time."""
+
+    def __init__(self, *messages: Message, takes: float = 0, failure: Exception | None = None) -> None:
+        super().__init__(*messages)
+        self.takes = takes
+        self.failure = failure
+
+    def deliver(self, message: Message) -> Delivery:
+        usual = super().deliver(message)
+        if message.payload != b"0":
+            return usual
+
+        async def settle(outcome: Outcome) -> None:
+            await asyncio.sleep(self.takes)
+            if self.failure is not None:
+                raise self.failure
+            self.told.append((0, outcome))
+
+        return Delivery(message, settle)
+
+
+async def ack_by_hand(_: Message, delivery: Delivery) -> None:
+    with contextlib.suppress(ConnectionError):
+        await delivery.ack()
+
+
+async def test_an_ack_by_hand_that_failed_holds_back_the_later_ones_of_its_key() -> None:
+    """G6, F-05: whatever the handler makes of the error, the message comes again, and those behind it after it."""
+    desk, seen = Deaf(order(0, key="a"), order(1, key="a"), failure=ConnectionError("gone")), Seen()
+
+    async with running(Consumer(desk, routed(ack_by_hand), acking="manual", listener=seen.append)):
+        await until(lambda: len(desk.told) == 1, "the second being settled")
+
+    assert desk.told == [(1, Release())]
+    assert [event.error for event in seen.of(events.AckFailed)] == ["ConnectionError: gone"]
+
+
+async def test_an_ack_by_hand_is_told_though_the_handlers_time_is_over() -> None:
+    """F-05: a broker has a time of its own to take note."""
+    desk, seen = Deaf(takes=0.05), Seen()
+    consumer = Consumer(desk, routed(ack_by_hand), acking="manual", timeout=10 * MS, listener=seen.append)
+
+    is_recorded = await consumer.handle(desk.deliver(order(0)))
+
+    assert (is_recorded, desk.told) == (True, [(0, Delivered())])
+    assert seen.of(events.AckFailed) == []
+
+
+async def test_an_ack_by_hand_that_never_returns_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G6, G11: it may be heard or not, so those behind it wait for it to come again."""
+    monkeypatch.setattr("postroom.consumer.PATIENCE", 10 * MS)
+    desk, seen = Deaf(order(0, key="a"), order(1, key="a"), takes=3600), Seen()
+    consumer = Consumer(desk, routed(ack_by_hand), acking="manual", timeout=10 * MS, listener=seen.append)
+
+    async with running(consumer):
+        await until(lambda: len(desk.told) == 1, "the second being settled")
+
+    assert desk.told == [(1, Release())]
+    assert [event.error for event in seen.of(events.AckFailed)] == ["TimeoutError"]
+
+
 async def test_what_a_handler_leaves_open_stays_open() -> None:
     """F-05: to return says nothing of the message."""
     held: list[Delivery] = []
@@ -542,7 +720,7 @@ async def test_what_is_held_by_hand_takes_up_room_until_it_is_settled() -> None:
         await held[0].ack()
         await until(lambda: sorted(held) == [0, 1, 2, 3, 4], "the next of the key, and one more")
         assert desk.taken == 5
-        for delivery in held.values():
+        for delivery in list(held.values()):
             await delivery.ack()
         await until(lambda: 5 in held, "the last")
         await held[5].ack()
@@ -633,6 +811,23 @@ async def test_messages_of_a_key_follow_each_other_and_keys_go_side_by_side() ->
         await until(lambda: len(gate.ended) == 6, "everything being handled")
 
     assert [number for number in gate.ended if keys[number] == "a"] == [0, 1, 3]
+
+
+async def test_what_a_handler_leaves_in_its_context_is_none_of_the_next_ones() -> None:
+    """Not even for messages of one key, which may be of several tenants."""
+    tenant, seen = ContextVar[int | None]("tenant", default=None), list[int | None]()
+    desk = Desk(*[order(number, key="a") for number in range(3)])
+
+    async def handler(message: Message) -> None:
+        seen.append(tenant.get())
+        tenant.set(int(message.payload))
+        await asyncio.sleep(0)
+
+    async with running(Consumer(desk, routed(handler))):
+        await until(lambda: len(desk.told) == 3, "all being handled")
+
+    assert seen == [None] * 3
+    assert desk.outcomes() == [Delivered()] * 3
 
 
 async def test_once_one_of_a_key_fails_those_behind_it_are_released() -> None:
@@ -820,6 +1015,24 @@ async def test_a_second_stop_soon_cancels_handlers() -> None:
         await asyncio.wait_for(task, 10)
 
     assert desk.told == [(1, Release())]
+
+
+async def test_what_is_released_at_the_end_is_not_read_again() -> None:
+    """F-25: each delivery is counted once, also if nobody wants to wait."""
+    broker, seen = MemoryBroker(), Seen()
+    consumer = Consumer(broker.subscribe("orders", group="g"), routed(Gate()), listener=seen.append)
+    await broker.publish([order(number, key=str(number)) for number in range(8)])
+
+    async with running(consumer) as task:
+        await until(lambda: bool(seen.of(events.ConsumerStarted)), "the consumer running")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        consumer.stop_soon()
+        consumer.stop_soon()
+        await asyncio.wait_for(task, 10)
+
+    assert seen.of(events.ConsumerStopped) == [events.ConsumerStopped(8)]
+    assert broker.backlog("g") == 8
 
 
 async def test_a_consumer_runs_once() -> None:
@@ -1106,3 +1319,37 @@ def test_a_limit_works_in_one_loop_after_another() -> None:
     asyncio.run(quick())
 
     assert [asyncio.run(late()), asyncio.run(late())] == ["late", "late"]
+
+
+def test_a_limit_outlives_a_loop_that_was_closed_with_work_in_it() -> None:
+    """G11: what can never end there holds up nothing elsewhere."""
+    limit, loop = Limit(5 * MS), asyncio.new_event_loop()
+
+    async def work() -> str:
+        try:
+            with Within(limit):
+                await asyncio.sleep(10)
+        except TimeoutError:
+            return "late"
+        return "in time"
+
+    left = loop.create_task(work())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+    assert [asyncio.run(work()), asyncio.run(work())] == ["late", "late"]
+    assert not left.done()
+    left._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 -- it cannot be ended any more
+
+
+async def test_work_that_moves_on_has_the_whole_time_of_the_other_limit() -> None:
+    long, short = Limit(timedelta(hours=1)), Limit(10 * MS)
+    work = Within(long)
+    work.move(short)
+
+    with pytest.raises(asyncio.CancelledError) as raised:
+        await asyncio.sleep(10)
+
+    assert isinstance(work.end(raised.value), TimeoutError)
+    assert not long.watched
+    assert not short.watched

@@ -37,6 +37,50 @@ from postroom.decoding import decoder
 from postroom.errors import ConfigurationError, DecodeError
 
 T = TypeVar("T")
+
+
+@dataclass
+class Created:
+    id: int
+
+
+@dataclass
+class Cancelled:
+    id: int
+    reason: str = ""
+
+
+class Noted(TypedDict):
+    id: int
+    note: NotRequired[str]
+
+
+class Shipped(msgspec.Struct):
+    id: int
+    carrier: str = ""
+
+
+class Paid(pydantic.BaseModel):
+    id: int
+    amount: int = 0
+
+
+class Branch(TypedDict):
+    value: int
+    branches: list[Branch]
+
+
+class Link(NamedTuple):
+    value: int
+    links: list[Link]
+
+
+@dataclass
+class Endless(Generic[T]):
+    value: T
+    inner: Endless[list[T]] | None = None
+
+
 Number = TypeVar("Number", int, str)
 Bounded = TypeVar("Bounded", bound=int)
 CODEC = JSONCodec()
@@ -485,3 +529,76 @@ def test_marks_variables_and_constructors_of_all_kinds_are_understood() -> None:
     assert (flat.number, flat.text, flat.ratio, flat.yes) == (7, "a", 1.5, True)
     with pytest.raises(DecodeError, match="bounded: str is no int"):
         CODEC.decode(b'{"anything":[],"one_of":"a","bounded":"a"}', OfVariables)
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        (b'{"id": 1}', Created(1)),
+        (b'{"id": 1, "reason": "late"}', Cancelled(1, "late")),
+        (b'{"id": 1, "note": "x"}', {"id": 1, "note": "x"}),
+        (b'{"id": 1, "carrier": "post"}', Shipped(1, "post")),
+        (b'{"id": 1, "amount": 5}', Paid(id=1, amount=5)),
+        (b'{"id": 1, "reason": "late", "unknown": 1}', Cancelled(1, "late")),
+        (b'{"id": 1, "reason": 7}', Created(1)),
+        (b"7", 7),
+    ],
+)
+def test_of_the_records_of_a_union_the_one_that_loses_least_is_taken(payload: bytes, expected: object) -> None:
+    """Not the first that fits, which may know few of the keys."""
+    kind = Created | Cancelled | Noted | Shipped | Paid | int
+
+    assert CODEC.decode(payload, kind) == expected
+
+
+def test_types_that_are_part_of_themselves_can_be_read() -> None:
+    tree: Branch = {"value": 1, "branches": [{"value": 2, "branches": []}]}
+
+    assert CODEC.decode(json.dumps(tree).encode(), Branch) == tree
+    assert CODEC.decode(b"[1, [[2, []]]]", Link) == Link(1, [Link(2, [])])
+    with pytest.raises(DecodeError, match=r"branches\[0\]\.value: str is no int"):
+        CODEC.decode(b'{"value": 1, "branches": [{"value": "x", "branches": []}]}', Branch)
+
+
+def test_a_type_without_end_is_refused_before_there_is_a_payload() -> None:
+    with pytest.raises(ConfigurationError, match="without end"):
+        decoder(Endless[int])
+
+
+def test_annotations_need_no_hash() -> None:
+    assert CODEC.decode(b"1", Annotated[int, ["unhashable"]]) == 1
+    assert CODEC.decode(b"[1]", list[Annotated[int, ["unhashable"]]]) == [1]
+
+
+@pytest.mark.parametrize("payload", [b"1e999", b"[-1e999]", b'"\\ud800"', b'{"\\uDC00": 1}', b' ["\\ud83d\\ud83d"] '])
+def test_what_could_not_be_encoded_again_is_not_decoded(payload: bytes) -> None:
+    """Neither infinite numbers nor halves of characters, which no store takes."""
+    with pytest.raises(DecodeError, match="is not JSON"):
+        CODEC.decode(payload)
+
+
+def test_characters_may_be_written_as_two_halves() -> None:
+    assert CODEC.decode(b'"\\ud83d\\ude00"') == "\U0001f600"
+
+
+def test_an_error_of_a_validator_with_other_errors_of_its_own_shows_nothing() -> None:
+    """Whatever it calls so."""
+
+    class CardError(Exception):
+        def __init__(self, card: str) -> None:
+            super().__init__(card)
+            self.errors = [card]
+
+    class Payment(pydantic.BaseModel):
+        card: str
+
+        @pydantic.field_validator("card")
+        @classmethod
+        def check(cls, card: str) -> str:
+            raise CardError(card)
+
+    with pytest.raises(DecodeError) as raised:
+        CODEC.decode(b'{"card": "4111-1111"}', Payment)
+
+    assert raised.value.__context__ is None
+    assert "4111" not in str(raised.value)

@@ -259,3 +259,36 @@ def test_whatever_is_said_in_whatever_order_the_first_failure_or_the_last_ack_co
     failures = [outcome for outcome in first.values() if outcome != Delivered()]
     expected = failures[:1] or ([Delivered()] if len(first) == count else [])
     assert asyncio.run(play()) == expected
+
+
+async def test_a_delivery_shows_how_it_was_settled_and_not_why() -> None:
+    """An error's text may be made of the payload."""
+    delivery = Broker().delivery()
+    assert repr(delivery).endswith("outcome=None)")
+
+    await delivery.nack("invalid literal: '4111-1111'")
+
+    assert repr(delivery).endswith("outcome=Retry)")
+    assert "4111" not in repr(delivery)
+
+
+async def test_what_a_handler_says_is_told_though_it_is_cancelled() -> None:
+    """F-06: and whoever records it again waits until it is."""
+    broker = Broker()
+    broker.may_answer.clear()
+    delivery = broker.delivery()
+    delivery.is_handled = True
+    handler = asyncio.create_task(delivery.ack())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    handler.cancel()
+    await asyncio.wait({handler})
+    waiting = asyncio.create_task(delivery.record(Release()))
+    await asyncio.sleep(0)
+    assert handler.cancelled()
+    assert not waiting.done()
+
+    broker.may_answer.set()
+    await waiting
+
+    assert broker.told == [Delivered()]

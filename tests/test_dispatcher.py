@@ -333,6 +333,28 @@ async def test_a_publisher_that_never_answers_is_cut_off() -> None:
     assert {row.message.attempt for row in bench.store.rows} == {0}
 
 
+async def test_a_publisher_that_is_cut_off_after_a_task_group_failed_did_not_answer() -> None:
+    """G11: the group leaves a request to cancel behind in Python 3.11, and no attempt is spent for that."""
+
+    class Silent:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            with contextlib.suppress(ExceptionGroup):
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self.fail())
+            await asyncio.Event().wait()
+            return []
+
+        async def fail(self) -> None:
+            raise ValueError
+
+    bench = Bench()
+    bench.add(2)
+    async with bench.running(Silent(), publish_timeout=20 * MS):
+        await until(lambda: bool(bench.told(ev.BreakerOpened) or bench.told(ev.Retried)), "an answer being made up")
+
+    assert {row.message.attempt for row in bench.store.rows} == {0}
+
+
 async def test_stopping_finishes_what_is_under_way() -> None:
     """S2-34, S4-12: stop claims no more, waits for publishes, and settles them; to stop twice is fine."""
     bench = Bench()

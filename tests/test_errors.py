@@ -53,6 +53,7 @@ MADE = [
     (errors.InvalidDedupeKeyError("x" * 300, 255), "hash a longer one"),
     (errors.TenantMismatchError(uuid4(), "k"), "must begin with"),
     (errors.PayloadTooLargeError(2, 1), "send a reference"),
+    (errors.AlreadyHandledError(uuid4(), None), "was handled by somebody else"),
     (errors.EncodeError(object(), "no form"), "pass a dict"),
     (errors.NotInTransactionError("run BEGIN"), "pass outside_transaction=True"),
     (errors.TransactionAbortedError(), "roll back and start again"),

@@ -367,3 +367,16 @@ def test_a_handler_that_cannot_be_served_is_refused_before_there_is_a_message(ha
     """F-21: a mistake in a signature is found at the start."""
     with pytest.raises(ConfigurationError, match=said):
         bound(handler, JSONCodec())
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+async def test_what_a_plain_handler_raises_to_end_the_process_reaches_its_own_task(error: BaseException) -> None:
+    """F-24: there it can be settled, or caught by RecoverMiddleware; the event loop goes on."""
+
+    def handler(_: Order) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        await call(handler)
+
+    assert raised.value is error

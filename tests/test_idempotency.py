@@ -25,6 +25,7 @@ from postroom import (
     current_transaction,
     transactional,
 )
+from postroom.broker import describe
 from postroom.errors import ConfigurationError, MiddlewareOrderError, RejectError
 from postroom.handler import Handler
 from postroom.middleware import (
@@ -459,14 +460,19 @@ async def test_state_and_reset_may_be_coroutines(shop: Shop) -> None:
 async def test_every_fault_happens(shop: Shop) -> None:
     """A check whose faults do not happen would let everything pass."""
     deliveries: list[Delivery] = []
+    errors: set[str] = set()
 
     async def watch(message: Message, call_next: Next) -> Sequence[Message]:
         deliveries.append(current_delivery())
-        return await call_next(message)
+        try:
+            return await call_next(message)
+        except Exception as error:
+            errors.add(describe(error))  # what is an outage the delivery does not tell
+            raise
 
     await shop.check(shop.reserve, ORDERS[0], middlewares=[watch, transactional(shop.store, consumer="stock")])
 
-    assert {delivery.error for delivery in deliveries if delivery.error} == {
+    assert errors | {delivery.error for delivery in deliveries if delivery.error} == {
         "StoreUnavailableError: simulated: the process died before the commit",
         "StoreUnavailableError: simulated: the process died before the message was acknowledged",
         "StoreUnavailableError: simulated: the database refused",
@@ -540,3 +546,13 @@ def test_rows_are_compared_by_their_columns() -> None:
         row = connection.execute("SELECT 1 AS one, 'two' AS two").fetchone()
 
     assert known([row], {}) == [{"one": 1, "two": "two"}]
+
+
+async def test_outputs_may_be_compared_as_sets(shop: Shop) -> None:
+    async def announce(order: Message) -> Message:
+        return Message(topic="log", type="announced", payload=order.payload)
+
+    def output(message: Message) -> frozenset[str]:
+        return frozenset({message.topic, message.type})
+
+    await check_idempotency(announce, ORDERS[:1], store=shop.store, state=list, reset=list, output=output)

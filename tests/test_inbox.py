@@ -92,7 +92,7 @@ class Opener:
     async def begin(self) -> AsyncGenerator[Transaction]:
         async with self._library.opened(self._databases) as link:
             await link.begin()
-            is_async = inspect.iscoroutinefunction(writer_of(link.handle).admit)
+            is_async = inspect.iscoroutinefunction(writer_of(link.handle).bury)
             yield Transaction(link.handle, self, is_async=is_async, call=here)
             await link.commit()
 

@@ -17,6 +17,7 @@ from postroom import Message, events
 from postroom.errors import (
     CommitUnknownError,
     ConfigurationError,
+    DecodeError,
     ExpiredError,
     MiddlewareOrderError,
     RejectError,
@@ -169,14 +170,22 @@ async def test_after_the_last_attempt_its_error_is_the_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RejectError("never"), ExpiredError("late"), CommitUnknownError(), asyncio.CancelledError(), KeyError()]
+    "error",
+    [
+        RejectError("never"),
+        ExpiredError("late"),
+        CommitUnknownError(),
+        asyncio.CancelledError(),
+        KeyError(),
+        ExceptionGroup("both", [RejectError("never"), DecodeError("no")]),
+    ],
 )
 async def test_what_another_attempt_cannot_mend_is_not_tried_again(error: BaseException) -> None:
     """F-24, G12: neither what is rejected, nor an unknown commit, nor an end, nor what is not asked for."""
     handler = Failing(error)
 
     with pytest.raises(type(error)):
-        await RetryMiddleware(5, on=(ValueError, CommitUnknownError, RejectError))(order(), handler)
+        await RetryMiddleware(5, on=(ValueError, CommitUnknownError, RejectError, ExceptionGroup))(order(), handler)
 
     assert handler.calls == 1
 
@@ -338,10 +347,54 @@ async def test_a_payload_that_breaks_its_schema_is_rejected_without_being_shown(
     assert raised.value.__context__ is None
 
 
-@pytest.mark.parametrize("payload", [b"4111-1111", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("payload", [b"4111-1111", b"\xff\xfe", b"[" * 100_000, b"NaN", b"1e999"])
 async def test_a_payload_that_is_no_json_is_rejected(payload: bytes) -> None:
     with pytest.raises(RejectError, match=r"is not JSON$"):
         await JSONSchemaMiddleware({"order.placed": SCHEMA})(order(payload=payload), returning())
+
+
+@pytest.mark.parametrize(
+    ("schema", "payload"),
+    [
+        ({"type": "array", "items": {"$ref": "#"}}, b"[" * 300 + b"]" * 300),
+        ({"multipleOf": 0.01}, b"1" + b"0" * 400),
+    ],
+)
+async def test_a_payload_that_is_too_much_for_the_validator_is_rejected(schema: dict[str, Any], payload: bytes) -> None:
+    """F-24: it would be each time; and the error holds nothing that shows it."""
+    with pytest.raises(RejectError, match="to be checked") as raised:
+        await JSONSchemaMiddleware({"order.placed": schema})(order(payload=payload), returning())
+
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/none"},
+        {"properties": {"a": {"items": {"$ref": "#/$defs/none"}}}},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": {"$ref": "other.json"}}},
+    ],
+)
+def test_a_schema_that_refers_to_nothing_is_refused_at_once(schema: dict[str, Any]) -> None:
+    """F-24: and not with each message."""
+    with pytest.raises(ConfigurationError, match="which is not in it"):
+        JSONSchemaMiddleware({"order.placed": schema})
+
+
+async def test_references_within_a_schema_are_followed() -> None:
+    schema = {
+        "$id": "https://example.org/order",
+        "$ref": "#item",
+        "$defs": {"item": {"$anchor": "item", "$ref": "part"}, "part": {"$id": "part", "type": "integer"}},
+        "enum": [1, {"$ref": "no reference, but a value"}],
+    }
+    middleware, made = JSONSchemaMiddleware({"order.placed": schema}), output()
+
+    assert await middleware(order(payload=b"1"), returning(made)) == (made,)
+    with pytest.raises(RejectError, match="breaks the rule"):
+        await middleware(order(payload=b'"1"'), returning(made))
 
 
 async def test_valid_payloads_and_types_without_a_schema_pass() -> None:
@@ -362,10 +415,9 @@ async def test_a_schema_cannot_make_a_consumer_fetch_another() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0)
         address = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
-        middleware = JSONSchemaMiddleware({"order.placed": {"$ref": address}})
 
-        with pytest.raises(Exception, match="Unresolvable"):
-            await middleware(order(), returning())
+        with pytest.raises(ConfigurationError, match="which is not in it"):
+            JSONSchemaMiddleware({"order.placed": {"$ref": address}})
 
         with pytest.raises(BlockingIOError):
             server.accept()

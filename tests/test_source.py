@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from postroom import ClaimTerms, Delivery, Outbox, source
+from postroom import ClaimTerms, Delivery, Outbox, events, source
 from postroom.errors import SchemaMissingError, StoreUnavailableError
 from postroom.stores import MemoryStore, SQLiteStore
 from postroom.testing.waiting import until
@@ -202,3 +202,33 @@ async def test_an_open_suspect_does_not_keep_a_source_from_closing() -> None:
         assert (await anext(deliveries)).message.attempt == 4
 
     assert statuses(store) == ["pending"]
+
+
+async def test_a_released_delivery_comes_again_while_others_are_held() -> None:
+    """It does not wait for the rest of its batch."""
+    store = MemoryStore()
+    add(store, 2)
+    async with source(store, poll_interval=10 * MS) as deliveries:
+        one, two = await anext(deliveries), await anext(deliveries)
+        await one.release()
+
+        async with asyncio.timeout(10):
+            again = await anext(deliveries)
+
+        assert (again.message.id, again.message.attempt) == (one.message.id, 1)
+        assert two.outcome is None
+
+
+async def test_who_gives_a_message_back_does_not_stop_its_topic() -> None:
+    """G13: nothing is down, so no breaker opens, and the next comes at once."""
+    store, seen = MemoryStore(), list[events.Event]()
+    add(store, 3)
+    async with source(store, batch=1, poll_interval=10 * MS, listener=seen.append) as deliveries:
+        async with asyncio.timeout(10):
+            for _ in range(6):
+                await (await anext(deliveries)).release()
+            for _ in range(3):
+                await (await anext(deliveries)).ack()
+
+    assert [event for event in seen if isinstance(event, events.BreakerOpened)] == []
+    assert statuses(store) == ["delivered"] * 3

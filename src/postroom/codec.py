@@ -95,7 +95,9 @@ class JSONCodec:
             # A plain dict, the most common event, need not be asked what it is.
             return _ENCODER.encode(event).encode() if kind is dict else self._encode(event)
         except (TypeError, ValueError, RecursionError) as error:
-            raise EncodeError(event, str(error)) from error
+            problem = str(error)
+        # Raised out here, so that no other error hangs on to it: one of Unicode holds the whole payload.
+        raise EncodeError(event, problem)
 
     def _encode(self, event: object) -> bytes:
         if _is_model(event):

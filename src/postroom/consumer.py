@@ -9,12 +9,14 @@ from datetime import timedelta
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from . import events
-from .broker import OUTAGES, Publisher, Subscriber, describe, is_cancelled
+from .broker import Publisher, Subscriber, describe
+from .crew import Crew
 from .deadline import Limit, Within
 from .delivery import Delivery, current
-from .errors import HOPELESS, AlreadyStartedError, ConfigurationError, PostroomError, is_outage
+from .errors import AlreadyStartedError, ConfigurationError, is_hopeless, is_outage
 from .message import Message
 from .middleware.chain import Middleware, chained, check_order
+from .outputs import OutputError, send_outputs
 from .retry import Backoff, Delay, guarded
 from .router import Router
 from .store import Dead, Delivered, Outcome, Release, Retry
@@ -31,14 +33,6 @@ _Serve: TypeAlias = Callable[[events.Listener], Coroutine[Any, Any, None]]
 PATIENCE: Final = timedelta(seconds=10)
 
 _DELIVERED: Final = Delivered()
-
-
-class OutputError(PostroomError):
-    """Something that a handler returned could not be delivered; ``outcome`` says what its publisher answered."""
-
-    def __init__(self, outcome: Retry | Dead | Release, error: str) -> None:
-        super().__init__(f"an output was not delivered: {error}")
-        self.outcome = outcome
 
 
 class Consumer:
@@ -113,7 +107,8 @@ class Consumer:
         self._gate = asyncio.Semaphore(concurrency)
         self._room = asyncio.Semaphore(concurrency + (concurrency if buffer is None else buffer))
         self._lanes: dict[_Lane, deque[Delivery]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._crew = Crew()
+        self._reading: asyncio.Task[None] | None = None
         self._crash: BaseException | None = None
         self._started = False
         self._stopping = asyncio.Event()
@@ -136,7 +131,7 @@ class Consumer:
             raise AlreadyStartedError("a consumer runs once: run() was called")
         self._started = True
         try:
-            check_order(self._middlewares)
+            check_order(self._middlewares, is_manual=self._acking == "manual")
             for middleware in self._middlewares:
                 check: Callable[[timedelta | None], None] | None = getattr(middleware, "check_horizon", None)
                 if check is not None:
@@ -154,33 +149,40 @@ class Consumer:
     def stop_soon(self) -> None:
         """Begin to stop: take no more messages, let handlers end; a second call cancels them."""
         if self._stopping.is_set():
-            self._cancel_handlers()
-        self._stopping.set()
+            self._crew.cancel()
+        self._stop_reading()
 
     async def stop(self) -> None:
         """Stop and wait until every handler has ended; to call it again changes nothing.
 
         A handler that wants to stop its consumer calls `stop_soon`, since here it would wait for itself.
         """
-        self._stopping.set()
+        self._stop_reading()
         if self._started:
             await self._stopped.wait()
 
+    def _stop_reading(self) -> None:
+        # At once: what is released from now on must not be read again.
+        if self._reading is not None and not self._stopping.is_set():
+            self._reading.cancel()
+        self._stopping.set()
+
     async def _consume(self, subscriber: Subscriber) -> None:
+        self._crew.open()
         services = [
             asyncio.create_task(self._serve(serve))
             for middleware in self._middlewares
             if (serve := getattr(middleware, "serve", None)) is not None
         ]
-        reading = asyncio.create_task(self._read(subscriber))
+        reading = self._reading = asyncio.create_task(self._read(subscriber))
+        if self._stopping.is_set():
+            reading.cancel()
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait({reading, stopping, *services}, return_when=asyncio.FIRST_COMPLETED)
-            self._stopping.set()
-            reading.cancel()
+            self._stop_reading()
             await asyncio.wait({reading})  # it may have taken one more
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=self._grace.total_seconds())
+            await self._crew.wait(self._grace)
         finally:
             self._stopping.set()
             results = await self._end([reading, stopping, *services])
@@ -198,17 +200,13 @@ class Consumer:
         try:
             tasks[0].cancel()
             await asyncio.wait(tasks[:1])
-            self._cancel_handlers()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=PATIENCE.total_seconds())
+            self._crew.cancel()
+            await self._crew.wait(PATIENCE)
         finally:
-            for task in (*self._tasks, *tasks):
+            self._crew.give_up()
+            for task in tasks:
                 task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _cancel_handlers(self) -> None:
-        for task in self._tasks:
-            task.cancel()
 
     # -- receive -----------------------------------------------------------------------------------------------
 
@@ -226,34 +224,44 @@ class Consumer:
             if self._lanes.setdefault(lane, waiting) is not waiting:
                 self._lanes[lane].append(delivery)
                 return
-        task = asyncio.create_task(self._work_off(waiting, lane))
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._crew.start(self._work_off(waiting, lane), self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             # Not an error of a message, those are settled: somebody wants the process to end.
             self._crash = self._crash or error
-            self._stopping.set()
+            self._stop_reading()
 
     async def _work_off(self, waiting: deque[Delivery], lane: _Lane | None) -> None:
-        """Handle the messages of one key in order; once one fails, the others go back and come again after it."""
-        may_go_on = True
+        """Handle the first message of a key, then start the next; once one fails, the others come again after it.
+
+        Each has a task and a context of its own: what a handler leaves there is none of the next one's.
+        """
+        self._crew.begin()
         try:
-            while waiting:
-                if may_go_on:
-                    may_go_on = await self._take(waiting[0])
-                else:
-                    await self._release(waiting[0])
-                waiting.popleft()
-                self._room.release()
-        finally:
-            if lane is not None:
-                del self._lanes[lane]
+            may_go_on = await self._take(waiting[0]) and not self._stopping.is_set()
+            self._drop_first(waiting)
+            while waiting and not may_go_on:
+                await self._release(waiting[0])
+                self._drop_first(waiting)
+        except BaseException:
+            self._leave(lane)
             for delivery in waiting:  # cancelled: what has not begun, or is held by its handler, comes again
                 self._room.release()
                 await self._release(delivery)
+            raise
+        if waiting:
+            self._crew.start(self._work_off(waiting, lane), self._ended)
+        else:
+            self._leave(lane)
+
+    def _drop_first(self, waiting: deque[Delivery]) -> None:
+        waiting.popleft()
+        self._room.release()
+
+    def _leave(self, lane: _Lane | None) -> None:
+        if lane is not None:
+            del self._lanes[lane]
 
     async def _take(self, delivery: Delivery) -> bool:
         """Handle a delivery; tell whether the next one of its key may be."""
@@ -262,8 +270,9 @@ class Consumer:
                 await self._release(delivery)
                 return False
             is_recorded = await self.handle(delivery)
-        if self._acking == "manual":
+        if delivery.outcome is None:
             await delivery.settled()  # whoever holds it may be anywhere by now
+            is_recorded = await self._settle(delivery, _DELIVERED)
         return is_recorded and isinstance(delivery.outcome, Delivered)
 
     async def _release(self, delivery: Delivery) -> None:
@@ -278,46 +287,48 @@ class Consumer:
 
         It raises only if this task is cancelled or the process is to end.
         """
+        delivery.is_handled = True
         token = current.set(delivery)
+        work = Within(self._limit)
         try:
-            with Within(self._limit):
-                outputs = await self._chain(delivery.message)
-                if outputs:
-                    await self._send(delivery, outputs)
-        except BaseException as error:
-            is_recorded = await self._settle(delivery, self._verdict(delivery.message, error))
-            if isinstance(error, Exception) or (isinstance(error, asyncio.CancelledError) and not is_cancelled()):
-                return is_recorded
-            raise
+            outputs = await self._chain(delivery.message)
+            if outputs:
+                await send_outputs(self._publisher, delivery.message, outputs)
+        except BaseException as error:  # noqa: BLE001 -- it is raised again unless it is the message's
+            return await self._fail(delivery, work, error)
         finally:
             current.reset(token)
-        return self._acking == "manual" or await self._settle(delivery, _DELIVERED)
-
-    async def _send(self, delivery: Delivery, outputs: Sequence[Message]) -> None:
-        """Have outputs delivered; the message shares the fate of the first that is not."""
-        if self._publisher is None:
-            raise ConfigurationError(
-                f"the handler of {delivery.message.type!r} returned messages, and nobody takes them; "
-                "use transactional() or OutboxMiddleware, or pass publisher="
-            )
+        if self._acking == "manual" and delivery.outcome is None:
+            work.end()
+            return True
+        # As `_settle` does, at half the cost: this is what every message takes.
+        work.move(self._patience)
         try:
-            answers = await self._publisher.publish(outputs)
-        except OUTAGES as error:
-            raise OutputError(Release(), describe(error)) from error
-        if len(answers) != len(outputs):
-            raise OutputError(Retry(""), f"the publisher was given {len(outputs)} and answered for {len(answers)}")
-        for answer in answers:
-            if not isinstance(answer, Delivered):
-                raise OutputError(answer or Retry(""), _reason(answer))
+            await delivery.record(_DELIVERED)
+        except BaseException as error:  # noqa: BLE001 -- as above
+            return self._not_recorded(delivery.message, work, error)
+        work.end()
+        return True
 
-    def _verdict(self, message: Message, error: BaseException) -> Outcome:
+    async def _fail(self, delivery: Delivery, work: Within, error: BaseException) -> bool:
+        """Settle a delivery that was not handled, and raise the error if it is meant for more than the message."""
+        failure = work.end(error) or error
+        is_ending = self._crew.is_ending(failure)
+        if work.is_expired and not is_ending and isinstance(failure, asyncio.CancelledError):
+            failure = TimeoutError()  # something left a request to cancel behind, so the limit was not sure
+        is_recorded = await self._settle(delivery, self._verdict(delivery.message, failure, is_ending=is_ending))
+        if isinstance(failure, Exception) or (isinstance(failure, asyncio.CancelledError) and not is_ending):
+            return is_recorded
+        raise error
+
+    def _verdict(self, message: Message, error: BaseException, *, is_ending: bool) -> Outcome:
         """Say what becomes of a message that was not handled."""
-        if is_cancelled() and isinstance(error, Exception | asyncio.CancelledError):
+        if is_ending:
             self._released += 1
             return Release()  # the end of the consumer says nothing about the message, nor does what came of it
         said = describe(error)
         answer = error.outcome if isinstance(error, OutputError) else None
-        if isinstance(error, HOPELESS) or isinstance(answer, Dead):
+        if is_hopeless(error) or isinstance(answer, Dead):
             self._tell(events.DeadLettered(message.id, message.type, message.attempt, said))
             return Dead(said)
         self._tell(events.HandlingFailed(message.id, message.type, message.attempt, said))
@@ -327,16 +338,24 @@ class Consumer:
 
     async def _settle(self, delivery: Delivery, outcome: Outcome) -> bool:
         """Tell the broker; what it does not hear is not undone, since the message comes again and is known then."""
+        work = Within(self._patience)
         try:
-            with Within(self._patience):
-                await delivery.settle(outcome)
-        except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and is_cancelled():
-                raise
-            message = delivery.message
-            self._tell(events.AckFailed(message.id, message.type, describe(error)))
-            return False
+            await delivery.record(outcome)
+        except BaseException as error:  # noqa: BLE001 -- it is raised again unless it is the broker's
+            return self._not_recorded(delivery.message, work, error)
+        work.end()
         return True
+
+    def _not_recorded(self, message: Message, work: Within, error: BaseException) -> bool:
+        failure = work.end(error) or error
+        if isinstance(failure, asyncio.CancelledError):
+            is_raised = self._crew.is_ending(failure)
+        else:
+            is_raised = not isinstance(failure, Exception)
+        if is_raised:
+            raise error
+        self._tell(events.AckFailed(message.id, message.type, describe(failure)))
+        return False
 
 
 def _check_numbers(concurrency: int, buffer: int | None, timeout: timedelta | None, shutdown_grace: timedelta) -> None:
@@ -353,9 +372,3 @@ def _check_acking(acking: Acking, publisher: Publisher | None) -> None:
         raise ConfigurationError(f"acking={acking!r} must be one of {', '.join(get_args(Acking))}")
     if acking == "forward" and publisher is None:
         raise ConfigurationError("acking='forward' needs publisher=, which delivers what handlers return")
-
-
-def _reason(answer: Retry | Dead | Release | None) -> str:
-    if answer is None:
-        return "it is not known whether it was"
-    return "its destination is down" if isinstance(answer, Release) else answer.error

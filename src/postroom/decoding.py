@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from .errors import ConfigurationError, DecodeError
 from .making import (
@@ -32,6 +33,7 @@ from .making import (
     literal,
     model_reader,
     named,
+    names_of,
     quick_record,
     record,
     struct_reader,
@@ -53,7 +55,7 @@ def decoder(kind: Any) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a type, or 
     # A struct or a model is read by its own library, in one go.
     read, make = struct_reader(kind) or model_reader(kind), None
     if read is None:
-        read, make = plain, _Makers().of(kind)
+        read, make = plain, _maker(kind)
 
     name = named(kind)
 
@@ -70,10 +72,24 @@ def decoder(kind: Any) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a type, or 
     return decode
 
 
+def _maker(kind: Any) -> Make:  # noqa: ANN401
+    try:
+        return _Makers().of(kind)
+    except RecursionError:
+        raise ConfigurationError(
+            f"{named(kind)} has parts of ever new types, without end; let a generic type be part of itself only with "
+            "the same arguments"
+        ) from None
+
+
 def decoded(payload: bytes, kind: Any) -> Any:  # noqa: ANN401
     """Return an object of a type, made of JSON."""
-    # To typing, A | B and B | A are equal, and here they are not: the text tells them apart.
-    return _remembered(kind, "" if isinstance(kind, type) else str(kind))(payload)
+    try:
+        # To typing, A | B and B | A are equal, and here they are not: the text tells them apart.
+        decode = _remembered(kind, "" if isinstance(kind, type) else str(kind))
+    except TypeError:  # what Annotated says of it, perhaps, has no hash
+        decode = decoder(kind)
+    return decode(payload)
 
 
 @lru_cache(maxsize=1024)
@@ -85,7 +101,16 @@ def _refuse(constant: str) -> object:
     raise ValueError(constant)
 
 
-_DECODER: Final = json.JSONDecoder(parse_constant=_refuse)
+def _finite(number: str) -> float:
+    value = float(number)
+    if value - value:  # only of what is infinite this is not zero
+        raise ValueError(number)
+    return value
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+#: What may be half of a character, which no text can be written with.
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def plain(payload: bytes) -> Any:  # noqa: ANN401 -- dicts, lists, strings and numbers
@@ -93,13 +118,15 @@ def plain(payload: bytes) -> Any:  # noqa: ANN401 -- dicts, lists, strings and n
     try:
         text = payload.decode()
         value, end = _DECODER.raw_decode(text)
-        if end == len(text):
+        if end == len(text) and not _SURROGATE.search(text):
             return value
     except (ValueError, RecursionError):
         pass
-    # There are blanks around it, or something is wrong.
+    # There are blanks around it, or rare characters in it, or something is wrong.
     try:
-        return _DECODER.decode(payload.decode())
+        value = _DECODER.decode(payload.decode())
+        json.dumps(value, ensure_ascii=False).encode()
+        return value  # noqa: TRY300 -- nothing else may fail
     except (ValueError, RecursionError) as error:
         problem = type(error).__name__
     raise DecodeError(f"the payload is not JSON ({problem}); decode it with the codec that encoded it")
@@ -135,9 +162,12 @@ class _Makers:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if origin in _MARKS:
             return self.of(arguments[0])
-        if kind in VALUES:
+        special = self._special(kind, origin, arguments)
+        if special is not None:
+            return special
+        if _hashable(kind) in VALUES:
             return VALUES[kind]
-        make = self._special(kind, origin, arguments) or self._container(origin or kind, arguments)
+        make = self._container(origin or kind, arguments)
         make = make or self._object(kind, origin or kind) or foreign(kind)
         if make is None:
             raise ConfigurationError(
@@ -172,15 +202,31 @@ class _Makers:
         if Enum in bases:
             return enumerated(plain_kind)
         if bases and dataclasses.is_dataclass(plain_kind):
-            return self._dataclass(kind, plain_kind)
+            return self._begin(kind, lambda: self._dataclass(kind, plain_kind))
         if typing.is_typeddict(plain_kind):
-            return record(plain_kind, self._keys(plain_kind), dict)
+            return self._begin(kind, lambda: record(plain_kind, self._keys(plain_kind), dict))
         if tuple in bases and hasattr(plain_kind, "_fields"):
-            return fixed([self.of(each) for each in hints_of(plain_kind).values()], lambda items: plain_kind(*items))
+            return self._begin(kind, lambda: self._named_tuple(plain_kind))
         return None
 
+    def _begin(self, kind: Any, find_out: Callable[[], Make]) -> Make:  # noqa: ANN401
+        """Find out how a type is made that may be part of itself."""
+        key = _hashable(kind)
+        if key in self._begun:  # it will be known when there is a payload
+            made = self._begun[key]
+            return lambda value: made[0](value)  # noqa: PLW0108 -- there is none yet
+        made = self._begun[key] = []
+        made.append(find_out())
+        return made[0]
+
+    def _named_tuple(self, kind: Any) -> Make:  # noqa: ANN401
+        return fixed([self.of(each) for each in hints_of(kind).values()], lambda items: kind(*items))
+
     def _union(self, kinds: tuple[Any, ...]) -> Make:
-        """Try what a value may be in the order in which it is written, but first what takes little."""
+        """Try what a value may be in the order in which it is written, but first what takes little.
+
+        Among records the one that knows most of the keys is tried first: one that knows few may fit, and lose the rest.
+        """
         if len(kinds) == 2 and types.NoneType in kinds:  # noqa: PLR2004 -- X | None
             make = self.of(kinds[0] if kinds[1] is types.NoneType else kinds[1])
             return lambda value: None if value is None else make(value)
@@ -188,9 +234,11 @@ class _Makers:
         ordered = [*(kind for kind in kinds if kind not in greedy), *greedy]
         makers = [self.of(kind) for kind in ordered]
         names = ", ".join(map(named, kinds))
+        known = [names_of(kind) for kind in ordered]
+        has_records = sum(each is not None for each in known) > 1
 
         def choose(value: Any) -> Any:  # noqa: ANN401
-            for make in makers:
+            for make in _best_first(value, makers, known) if has_records else makers:
                 try:
                     return make(value)
                 except WrongPartError:
@@ -227,15 +275,30 @@ class _Makers:
 
     def _dataclass(self, kind: Any, plain_kind: Any) -> Make:  # noqa: ANN401
         """Return what makes a dataclass of a dict; what it does not know is left out, as a newer sender may add it."""
-        if kind in self._begun:  # it is part of itself, and will be known when there is a payload
-            made = self._begun[kind]
-            return lambda value: made[0](value)  # noqa: PLW0108 -- there is none yet
-        made = self._begun[kind] = []
         hints, variables = hints_of(plain_kind), variables_of(kind, plain_kind)
         parts = [
             Part(field.name, self.of(filled(hints[field.name], variables)), is_required(field))
             for field in dataclasses.fields(plain_kind)
             if field.init
         ]
-        made.append(quick_record(plain_kind, parts, record(plain_kind, parts, plain_kind)))
-        return made[0]
+        return quick_record(plain_kind, parts, record(plain_kind, parts, plain_kind))
+
+
+def _best_first(value: Any, makers: list[Make], known: list[frozenset[str] | None]) -> list[Make]:  # noqa: ANN401
+    """Return makers in the order to be tried: records change places among themselves, everything else stays."""
+    if type(value) is not dict:
+        return makers
+    keys = set(cast("dict[str, Any]", value))
+    pairs = list(zip(makers, known, strict=True))
+    records = [(len(keys - names), make) for make, names in pairs if names is not None]
+    best = iter(sorted(records, key=lambda each: each[0]))
+    return [make if names is None else next(best)[1] for make, names in pairs]
+
+
+def _hashable(kind: Any) -> Any:  # noqa: ANN401
+    """Return what stands for a type in a dict: what Annotated or Literal say of it may have no hash."""
+    try:
+        hash(kind)
+    except TypeError:
+        return repr(kind)
+    return kind

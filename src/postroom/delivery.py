@@ -25,10 +25,13 @@ class Delivery:
         self._settle = settle
         self._outcome: Outcome | None = None
         self._settled: asyncio.Future[Outcome] | None = None
+        #: Whether a handler may settle it, which can be cancelled at any time: what it says is told all the same.
+        self.is_handled: bool = False
+        self._telling: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
-        """Show the message's identity, never its payload."""
-        return f"Delivery({self.message!r}, outcome={self._outcome!r})"
+        """Show the message's identity, never its payload, nor what an error says of it."""
+        return f"Delivery({self.message!r}, outcome={type(self._outcome).__name__ if self._outcome else None})"
 
     @property
     def outcome(self) -> Outcome | None:
@@ -72,10 +75,29 @@ class Delivery:
         """Say what became of the message; only the first time counts."""
         if self._outcome is not None:
             return
+        if not self.is_handled:
+            await self.record(outcome)
+            return
+        self._decide(outcome)
+        self._telling = asyncio.ensure_future(self._settle(outcome))
+        await asyncio.shield(self._telling)
+
+    async def record(self, outcome: Outcome) -> None:
+        """Settle, and wait for what a handler has said already; who is cancelled here may leave the broker untold.
+
+        Raises:
+            Exception: The broker did not take note of it.
+        """
+        if self._outcome is None:
+            self._decide(outcome)
+            await self._settle(outcome)
+        elif self._telling is not None:
+            await self._telling
+
+    def _decide(self, outcome: Outcome) -> None:
         self._outcome = outcome
         if self._settled is not None:
             self._settled.set_result(outcome)
-        await self._settle(outcome)
 
 
 def current_delivery() -> Delivery:

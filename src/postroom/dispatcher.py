@@ -144,6 +144,8 @@ class Dispatcher:
         self._stopped = asyncio.Event()
         self._custody = Custody(store, lease, self._tell, chunk=4 * batch)
         self._destinations = Destinations(guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell)
+        #: Whether a message that is given back says that its destination is down; a reader may do so at any time.
+        self.releases_are_outages: bool = True
         self._alone: asyncio.Task[None] | None = None
         self._claiming: list[asyncio.Task[_Answer]] = []
         self._answered = asyncio.Event()
@@ -400,15 +402,19 @@ class Dispatcher:
         early: set[int] = set()
 
         def heard(index: int, outcome: Outcome) -> None:
-            if not isinstance(outcome, Release):  # an outage is judged by the whole batch
-                early.add(index)
-                verdict = self._judge([claims[index]], [outcome])
-                self._custody.settle([Settlement(claims[index], verdict.outcomes[0])])
+            if isinstance(outcome, Release) and self.releases_are_outages:
+                return  # an outage is judged by the whole batch
+            early.add(index)
+            if not isinstance(outcome, Release):
+                outcome = self._judge([claims[index]], [outcome]).outcomes[0]
+            self._custody.settle([Settlement(claims[index], outcome)])
 
         answers, error = await self._answers([claim.message for claim in claims], heard)
         verdict = self._judge(claims, answers)
         was_down = set(self._destinations.down()) & verdict.alive
-        outcomes = self._destinations.hear(claims, verdict, error)
+        outcomes = verdict.outcomes
+        if self.releases_are_outages:
+            outcomes = self._destinations.hear(claims, verdict, error)
         if was_down:
             # Beginning again with one message keeps a destination that comes back from being overrun.
             self._ramp = 1
@@ -433,9 +439,9 @@ class Dispatcher:
             async with deadline:
                 answers = list(await self._publisher.publish(messages))
         except asyncio.CancelledError:
-            if is_cancelled():
+            if is_cancelled() and not deadline.expired():
                 raise
-            return [None] * len(messages), "something that the publisher waited for was cancelled"
+            return [None] * len(messages), "it took too long, or something that the publisher waited for was cancelled"
         except Exception as error:  # noqa: BLE001 -- whatever a publisher raises is a failed delivery
             unknown = deadline.expired() or isinstance(error, PublishUnknownError)
             failed: Outcome = Release() if isinstance(error, OUTAGES) else Retry(describe(error))

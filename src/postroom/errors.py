@@ -51,7 +51,7 @@ PostroomError
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, cast
 from uuid import UUID
 
 __all__ = [
@@ -421,6 +421,13 @@ class ExpiredError(RejectError):
 
 #: What can never be handled, however often it is tried: it was refused, or its payload is not what it should be.
 HOPELESS: Final = (RejectError, DecodeError)
+
+
+def is_hopeless(error: BaseException) -> bool:
+    """Tell whether an error says that a message can never be handled; of a group, all of its errors must."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_hopeless, cast("BaseExceptionGroup[BaseException]", error).exceptions))
+    return isinstance(error, HOPELESS)
 
 
 def is_outage(error: BaseException) -> bool:

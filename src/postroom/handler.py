@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import copy_context
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from .codec import Codec, reader
 from .delivery import Delivery, current_delivery
@@ -52,6 +52,8 @@ def bound(handler: Handler, codec: Codec) -> Call:
 
     async def on_thread(message: Message) -> object:
         returned = await _on_thread(partial(_complete, call, message))
+        if isinstance(returned, _Ended):
+            raise returned.error
         # A decorator may be plain and what it decorates async.
         return await returned if inspect.isawaitable(returned) else returned
 
@@ -70,15 +72,26 @@ def payload_type(handler: Handler) -> Any:  # noqa: ANN401 -- a type, or what ty
     return kinds[wanted[0]] if wanted else None
 
 
+class _Ended(NamedTuple):
+    """What a plain handler raised to end more than itself."""
+
+    error: BaseException
+
+
 def _complete(call: Callable[[Message], Any], message: Message) -> Any:  # noqa: ANN401 -- whatever it returns
     """Call a plain handler to its end, which for a generator is its last output."""
     try:
         returned = call(message)
+        outputs: Iterable[Any] = returned
+        return list(outputs) if isinstance(returned, Iterator) else returned
     except StopIteration as error:
         # No future takes it, so that whoever awaits the thread would wait for ever.
         raise RuntimeError(f"the handler of {message.type!r} raised StopIteration") from error
-    outputs: Iterable[Any] = returned
-    return list(outputs) if isinstance(returned, Iterator) else returned
+    except Exception:
+        raise
+    except BaseException as error:  # noqa: BLE001 -- it is raised by whoever awaits the thread
+        # The task around the thread would end the event loop with it, before the message's own task hears of it.
+        return _Ended(error)
 
 
 async def _on_thread(function: Callable[[], object]) -> object:

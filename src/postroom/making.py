@@ -38,6 +38,7 @@ __all__ = [
     "literal",
     "model_reader",
     "named",
+    "names_of",
     "quick_record",
     "record",
     "struct_reader",
@@ -317,9 +318,13 @@ def _where_in_struct(error: Exception) -> str:
 
 def _where_in_model(error: Exception, names: set[Any]) -> str:
     """Return the first field that is wrong; deeper in, and for an unknown field, a place is named by the payload."""
-    tell: Callable[[], Any] | None = getattr(error, "errors", None)
-    first = () if tell is None else tell()[0]["loc"][:1]
-    return f".{first[0]}" if first and first[0] in names else ""
+    tell: Any = getattr(error, "errors", None)
+    try:
+        place = tell()[0]["loc"][0]
+        is_known = place in names
+    except Exception:  # noqa: BLE001 -- it may be any error, with anything of that name, or none
+        return ""
+    return f".{place}" if is_known else ""
 
 
 # -- what classes say of themselves ----------------------------------------------------------------------------------
@@ -357,6 +362,23 @@ def filled(hint: Any, variables: Mapping[Any, Any]) -> Any:  # noqa: ANN401
     # A class may have them too, and stands for itself with any.
     parameters: tuple[Any, ...] = getattr(hint, "__parameters__", ()) if typing.get_origin(hint) else ()
     return hint[tuple(variables.get(each, each) for each in parameters)] if parameters and variables else hint
+
+
+def names_of(kind: Any) -> frozenset[str] | None:  # noqa: ANN401
+    """Return the keys that a record knows; None for what is no record."""
+    while typing.get_origin(kind) is typing.Annotated or isinstance(kind, typing.NewType):
+        kind = kind.__supertype__ if isinstance(kind, typing.NewType) else typing.get_args(kind)[0]
+    plain_kind: Any = typing.get_origin(kind) or kind
+    if dataclasses.is_dataclass(plain_kind):
+        parts: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(plain_kind)
+        return frozenset(part.name for part in parts if part.init)
+    if typing.is_typeddict(plain_kind):
+        return frozenset(plain_kind.__annotations__)
+    fields: Any = getattr(plain_kind, "__struct_encode_fields__", None)
+    if fields is None and hasattr(plain_kind, "model_validate_json"):
+        models: Mapping[str, Any] = getattr(plain_kind, "model_fields", {})
+        fields = [*models, *(field.validation_alias for field in models.values())]
+    return None if fields is None else frozenset(name for name in fields if isinstance(name, str))
 
 
 def is_required(field: dataclasses.Field[Any]) -> bool:

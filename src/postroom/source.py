@@ -75,6 +75,7 @@ class Source(AsyncIterator[Delivery]):
             shutdown_grace=timedelta(0),
             listener=listener,
         )
+        self._dispatcher.releases_are_outages = False
         self._dispatcher.on_settled(self._settled)
 
     async def __aenter__(self) -> Self:
@@ -134,7 +135,7 @@ class Source(AsyncIterator[Delivery]):
             if decided.done():
                 raise StoreUnavailableError(NOT_RECORDED)
             if isinstance(outcome, Release):
-                # Given back with the rest of its batch, which its reader may hold: to wait for it could be for ever.
+                # Who gives something back does not care when that is recorded.
                 decided.set_result(outcome)
                 return
             recorded = self._recorded[message.id, message.token] = loop.create_future()

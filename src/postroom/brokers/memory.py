@@ -9,16 +9,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Final, Self, TypeAlias
 
 from ..delivery import Delivery
 from ..errors import BrokerUnavailableError, ConfigurationError, StoreUnavailableError
 from ..message import Message, drafted
+from ..retry import Backoff
 from ..store import Dead, Delivered, Outcome, Release, Retry
 
 __all__ = ["MemoryBroker", "Subscription"]
 
 _Lane: TypeAlias = tuple[str, str]
+
+#: How long a message waits that was nacked without a delay.
+_BACKOFF: Final = Backoff()
 
 
 class MemoryBroker:
@@ -90,8 +94,8 @@ class MemoryBroker:
     def subscribe(self, *topics: str, group: str) -> Subscription:
         """Return a subscriber; from now on, every message of the topics goes to one subscriber of the group.
 
-        Messages of one key are handed out one at a time, in order. One that is nacked comes again after its delay, and
-        holds back the later ones of its key until then.
+        Messages of one key are handed out one at a time, in order. One that is nacked comes again after its delay, by
+        default the usual backoff, and holds back the later ones of its key until then.
         """
         if not topics:
             raise ConfigurationError("subscribe() needs the topics to read")
@@ -113,7 +117,7 @@ class MemoryBroker:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    #: Counts up with every message of the group; what comes again takes its old place.
+    #: Counts up with every message of the group; what comes again takes its old place, unless it waited for nothing.
     place: int
     message: Message
     #: Where those of its key stand, this one at the head while it is handed out; None without a key.
@@ -195,7 +199,11 @@ class _Group:
                 self.dead.append((entry.message, error))
                 self._remove(entry)
             case Retry(_, delay):
-                self._return(entry, delay)
+                if delay == timedelta(0):
+                    # Behind all that wait, so that one that always fails does not keep the others waiting.
+                    self._places += 1
+                    entry.place = self._places
+                self._return(entry, _BACKOFF(entry.attempts) if delay is None else delay)
             case Release(delay):
                 entry.attempts -= 1
                 self._return(entry, delay)
@@ -209,7 +217,7 @@ class _Group:
             else:
                 del self._lanes[entry.message.topic, entry.message.key or ""]
 
-    def _return(self, entry: _Entry, delay: timedelta | None) -> None:
+    def _return(self, entry: _Entry, delay: timedelta) -> None:
         if not delay:
             self._offer(entry)
             return

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from ..errors import ConfigurationError, MissingExtraError, RejectError
+from ..decoding import plain
+from ..errors import ConfigurationError, DecodeError, MissingExtraError, RejectError
 from ..message import Message
 from .chain import Next
 
 try:
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
-    from referencing.jsonschema import EMPTY_REGISTRY
+    from referencing import Resource
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import EMPTY_REGISTRY, specification_with
 except ImportError as _error:
     raise MissingExtraError("jsonschema", "jsonschema") from _error
 
@@ -30,7 +32,7 @@ class JSONSchemaMiddleware:
             schemas: A JSON Schema for each type of message; references are followed within it only, never fetched.
 
         Raises:
-            ConfigurationError: A schema is not one itself.
+            ConfigurationError: A schema is not one itself, or refers to something that is not in it.
         """
         self._validators: dict[str, Any] = {}
         for kind, schema in schemas.items():
@@ -39,6 +41,7 @@ class JSONSchemaMiddleware:
                 validator.check_schema(dict(schema))
             except SchemaError as error:
                 raise ConfigurationError(f"the schema of {kind!r} is not valid: {error.message}") from error
+            _check_references(kind, schema, validator)
             self._validators[kind] = validator(schema, registry=EMPTY_REGISTRY)
 
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
@@ -46,12 +49,38 @@ class JSONSchemaMiddleware:
         validator = self._validators.get(message.type)
         if validator is not None:
             try:
-                value = json.loads(message.payload)
-            except (ValueError, RecursionError):
+                value = plain(message.payload)
+            except DecodeError:
                 raise RejectError(f"the payload of {message.type!r} is not JSON") from None
-            error = next(iter(validator.iter_errors(value)), None)
+            try:
+                error = next(iter(validator.iter_errors(value)), None)
+            except (RecursionError, ArithmeticError):
+                # It would fail each time; and what the validator says of it shows the payload.
+                raise RejectError(
+                    f"the payload of {message.type!r} is nested too deeply, or has numbers too large, to be checked"
+                ) from None
             if error is not None:
                 # The place in the schema: one in the payload would name its keys, and those are data too.
                 rule = "/".join(str(step) for step in error.absolute_schema_path)
                 raise RejectError(f"the payload of {message.type!r} breaks the rule #/{rule} of its schema")
         return await call_next(message)
+
+
+def _check_references(kind: str, schema: Mapping[str, Any], validator: Any) -> None:  # noqa: ANN401
+    """Follow the references of a schema once, so that no message is the first to."""
+    specification = specification_with(validator.META_SCHEMA["$schema"])
+    root: Resource[Any] = specification.create_resource(schema)
+    waiting = [(root, EMPTY_REGISTRY.with_resource(root.id() or "", root).resolver(root.id() or ""))]
+    while waiting:
+        resource, resolver = waiting.pop()
+        # A schema may be just true or false.
+        content = cast("Mapping[str, object]", resource.contents if isinstance(resource.contents, Mapping) else {})
+        for reference in (content.get("$ref"), content.get("$dynamicRef")):
+            try:
+                if isinstance(reference, str):
+                    resolver.lookup(reference)
+            except Unresolvable:
+                raise ConfigurationError(
+                    f"the schema of {kind!r} refers to {reference!r}, which is not in it; put it under $defs"
+                ) from None
+        waiting += [(part, resolver.in_subresource(part)) for part in resource.subresources()]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar
 
-from ..errors import HOPELESS, CommitUnknownError, ConfigurationError
+from ..errors import CommitUnknownError, ConfigurationError, is_hopeless
 from ..message import Message
 from ..retry import Backoff, Delay, guarded
 from .chain import Next
@@ -50,8 +50,8 @@ class RetryMiddleware:
         for failures in range(1, self._attempts):
             try:
                 return await call_next(message)
-            except (*HOPELESS, CommitUnknownError):
-                raise
-            except self._on:
+            except self._on as error:
+                if isinstance(error, CommitUnknownError) or is_hopeless(error):
+                    raise
                 await asyncio.sleep(self._backoff(failures).total_seconds())
         return await call_next(message)

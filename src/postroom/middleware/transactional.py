@@ -15,7 +15,6 @@ from .. import events
 from ..broker import describe
 from ..dead_letters import DeadLetters, StoredDeadLetters
 from ..errors import (
-    HOPELESS,
     AlreadyHandledError,
     CommitUnknownError,
     ConfigurationError,
@@ -25,6 +24,7 @@ from ..errors import (
     StoreError,
     StoreTimeoutError,
     TransactionError,
+    is_hopeless,
     is_outage,
 )
 from ..inbox import CHUNK, Inbox, Mode
@@ -264,7 +264,7 @@ class DeadLetterMiddleware:
             return await call_next(message)
         except Exception as error:
             is_spent = message.attempt >= self._max_attempts and not is_outage(error)
-            if not isinstance(error, HOPELESS) and not is_spent:
+            if not is_hopeless(error) and not is_spent:
                 raise
             return await self._bury(message, describe(error))
 

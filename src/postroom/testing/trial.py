@@ -232,7 +232,10 @@ async def _call(function: Call) -> object:
 
 
 def _hashable(value: object) -> Hashable:
-    return tuple(_hashable(item) for item in cast("list[object]", value)) if isinstance(value, list) else value
+    """Return what can be counted of a value in which sequences are lists, as `known` makes them."""
+    if isinstance(value, list):
+        return tuple(_hashable(item) for item in cast("list[object]", value))
+    return frozenset(cast("set[Hashable]", value)) if isinstance(value, set) else value
 
 
 def shown(message: Message) -> str:
