@@ -75,7 +75,7 @@ class Within:
     def __init__(self, limit: Limit) -> None:
         """Begin to count the time."""
         #: Whether its time was over before it ended.
-        self.is_expired = False
+        self.is_expired: bool = False
         #: When its time is over, by the clock of its loop.
         self.due: float = 0.0
         task = asyncio.current_task(limit.loop) or asyncio.current_task()

@@ -131,7 +131,7 @@ class _Group:
     def __init__(self, keep: int | None) -> None:
         self.dead: deque[tuple[Message, str]] = deque(maxlen=keep)
         #: How many messages wait or are handed out.
-        self.count = 0
+        self.count: int = 0
         self._places = 0
         self._lanes: dict[_Lane, deque[_Entry]] = {}
         self._ready: list[tuple[int, _Entry]] = []  # a heap, by place

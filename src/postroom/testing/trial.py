@@ -95,7 +95,7 @@ class Trial:
         self.crash: Literal["before commit", "before ack"] | None = None
         #: Which use of a transaction by the handler fails, counted from 1.
         self.refuse = 0
-        self.uses = 0
+        self.uses: int = 0
         self.messages: list[Message] = [replace(sample, id=uuid7()) for sample in stage.messages]
         self.acked: set[UUID] = set()
         #: Tasks that the handler started and did not wait for.

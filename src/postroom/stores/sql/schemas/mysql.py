@@ -24,7 +24,7 @@ class MySQLSchema(Schema):
             applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)
         ) ENGINE=InnoDB
         """
-    record = f"INSERT IGNORE INTO {{version}} (version) VALUES ({VERSION})"
+    record: ClassVar[str] = f"INSERT IGNORE INTO {{version}} (version) VALUES ({VERSION})"
     exists = "SELECT count(*) FROM information_schema.tables WHERE table_schema = DATABASE() AND table_name = :table"
     outbox: ClassVar[str] = """
         CREATE TABLE IF NOT EXISTS {outbox} (

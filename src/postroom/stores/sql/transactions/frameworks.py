@@ -81,6 +81,8 @@ def _connection(holder: Foreign) -> Foreign:
 class SQLAlchemyLink(Link):
     """A transaction of an ``AsyncEngine`` or ``async_sessionmaker``."""
 
+    connection: Foreign = None
+
     def __init__(self, opener: Callable[[], Foreign], *, is_session: bool) -> None:
         self._opener = opener
         self._work = _Work()
@@ -126,6 +128,8 @@ class SQLAlchemyLink(Link):
 class SQLAlchemyPlain(Plain):
     """A transaction of an ``Engine`` or ``sessionmaker``."""
 
+    connection: Foreign = None
+
     def __init__(self, opener: Callable[[], Foreign], *, is_session: bool) -> None:
         self._opener = opener
         self._work = _Work()
@@ -168,6 +172,8 @@ class SQLAlchemyPlain(Plain):
 
 class DjangoPlain(Plain):
     """A transaction of Django's ``atomic``, whose connections belong to threads."""
+
+    connection: Foreign = None
 
     is_telling = True
 

@@ -141,6 +141,8 @@ class AsyncmyPool(Source):
 class _FromSource(Link):
     """A link to a connection of a source."""
 
+    connection: Foreign = None
+
     def __init__(self, source: Source) -> None:
         self._source = source
 
@@ -162,6 +164,8 @@ class _FromSource(Link):
 
 class AsyncpgLink(_FromSource):
     """A transaction of asyncpg's."""
+
+    connection: Foreign = None
 
     _begun: Foreign = None
 
@@ -260,6 +264,8 @@ def _require_committed(connection: Foreign) -> None:
 class PsycopgLink(_FromSource):
     """A transaction on an async connection of psycopg's; it refuses a commit by anybody else."""
 
+    connection: Foreign = None
+
     _begun: Foreign = None
 
     async def begin(self) -> None:
@@ -291,6 +297,8 @@ class PsycopgLink(_FromSource):
 
 class PsycopgPlain(Plain):
     """A transaction on a connection of psycopg's ``ConnectionPool``."""
+
+    connection: Foreign = None
 
     def __init__(self, pool: Foreign) -> None:
         self._pool = pool
@@ -346,6 +354,8 @@ def _require_idle(connection: Foreign) -> None:
 
 class AsyncmyLink(_FromSource):
     """A transaction of asyncmy's."""
+
+    connection: Foreign = None
 
     _marks: int = 0
 

@@ -128,6 +128,8 @@ class _File(_OnSQLite):
 class ConnectionLink(_OnSQLite):
     """A transaction on a connection of the caller's."""
 
+    connection: Foreign = None
+
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._given = connection
 
@@ -150,6 +152,8 @@ class ConnectionLink(_OnSQLite):
 
 class AiosqliteLink(Link):
     """A transaction on an aiosqlite connection; one at a time."""
+
+    connection: Foreign = None
 
     _marks: int = 0
 

@@ -7,7 +7,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -160,6 +160,10 @@ class Plain(ABC):
 
 class OnThread(Link):
     """A plain link, each of whose calls is made on a thread that this transaction has for itself."""
+
+    is_telling: bool
+    call: Callable[..., Awaitable[Any]]
+    connection: Foreign = None
 
     is_async: ClassVar[bool] = False
 
