@@ -73,15 +73,17 @@ def _cancelled(point: str) -> Receiving:
 
 
 def _interrupted(point: str) -> Receiving:
-    """The task of one message is cancelled, and the consumer goes on."""
+    """The task of one message is cancelled by somebody else, which is a failure, and the consumer goes on."""
     is_told = not point.startswith("ack")
     return _at(
         point,
         Arm(point, "cancel_here"),
         row=CANCELLED if point in INSIDE else ROWS[point],
         sequel="alone",
-        told=("Release", "Delivered") if is_told else ("Delivered",),
+        told=("Retry", "Delivered") if is_told else ("Delivered",),
+        errors=("CancelledError",) if is_told else (),
         unheard=point == "ack.before",
+        ack_fails=not is_told,
         new_session=point in INSIDE,
     )
 
@@ -152,7 +154,7 @@ RECEIVING: Final[Sequence[Receiving]] = (
         row="c waits > lock_timeout",
         waits=True,
         is_impatient=True,
-        told=("Retry", "Delivered"),
+        told=AWAY,
     ),
     # -- the network
     *[_at(point, Arm(point, "cut"), sequel="alone", stores=WIRED, told=AWAY, errors=None) for point in INSIDE],

@@ -269,7 +269,11 @@ class DeadLetterMiddleware:
             return await self._bury(message, describe(error))
 
     async def _bury(self, message: Message, error: str) -> Sequence[Message]:
-        await self._letters.bury(message, error)
+        try:
+            await self._letters.bury(message, error)
+        except StoreError as away:
+            away.is_outage = True  # where it should go is away, which is no fault of the message
+            raise
         self._tell(events.DeadLettered(message.id, message.type, message.attempt, error))
         return NOTHING
 
