@@ -14,7 +14,7 @@ _RAW = Entry("contenders.raw")
 
 def loose(bench: Bench) -> Iterator[Result]:
     """Unordered messages in PostgreSQL: against bare SQL with the same history, and against the peers without one."""
-    count = bench.size(100_000, 10_000)
+    count = bench.size(100_000, 4_000)
     entries = {
         "postroom": _US,
         "raw": _RAW,
@@ -49,7 +49,7 @@ def loose(bench: Bench) -> Iterator[Result]:
 
 def ordered(bench: Bench) -> Iterator[Result]:
     """Messages over 500 keys in PostgreSQL, in the order of each key."""
-    count = bench.size(100_000, 10_000)
+    count = bench.size(100_000, 4_000)
     entries = {"postroom": _US, "raw": _RAW, "txoutbox": Entry("contenders.txoutbox")}
     race = bench.race(entries, "postgres", count=count, keys=500)
     for name, other, goal in (("of_raw", "raw", 0.4), ("vs_txoutbox", "txoutbox", 3.0)):
@@ -64,14 +64,14 @@ def ordered(bench: Bench) -> Iterator[Result]:
 
 def sqlite(bench: Bench) -> Iterator[Result]:
     """Unordered messages in SQLite."""
-    count = bench.size(100_000, 5_000)
+    count = bench.size(100_000, 3_000)
     race = bench.race({"postroom": _US, "raw": Entry("contenders.raw_sqlite")}, "sqlite", count=count)
     yield _of_raw("sqlite.drain.of_raw", race, 0.6, f"{count:,} messages")
 
 
 def mariadb(bench: Bench) -> Iterator[Result]:
     """Unordered messages in MariaDB."""
-    count = bench.size(100_000, 5_000)
+    count = bench.size(100_000, 3_000)
     race = bench.race({"postroom": _US, "raw": Entry("contenders.raw_mariadb")}, "mariadb", count=count)
     yield _of_raw("mariadb.drain.of_raw", race, 0.5, f"{count:,} messages")
 
