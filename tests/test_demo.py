@@ -74,10 +74,13 @@ class ForgetfulBroker(StumblingBroker):
     has_forgotten = False
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        if self.has_forgotten or self.confirmed < 10 or messages[0].topic != self.topic:
+        place = next((place for place, message in enumerate(messages) if message.topic == self.topic), None)
+        if self.has_forgotten or self.confirmed < 10 or place is None:
             return await super().publish(messages)
+        outcomes = [*await super().publish([*messages[:place], *messages[place + 1 :]])]
         self.has_forgotten = True
-        return [Delivered(), *await super().publish(messages[1:])]
+        outcomes.insert(place, Delivered())
+        return outcomes
 
 
 class HauntedBroker(StumblingBroker):
@@ -88,9 +91,10 @@ class HauntedBroker(StumblingBroker):
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         outcomes = await super().publish(messages)
-        if self.ghosts and not self.has_haunted:
+        orders = [message for message in messages if message.topic == "orders"]
+        if orders and self.ghosts and not self.has_haunted:
             self.has_haunted = True
-            await MemoryBroker.publish(self, [replace(messages[0], id=self.ghosts[0])])
+            await MemoryBroker.publish(self, [replace(orders[0], id=self.ghosts[0])])
         return outcomes
 
 
