@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count
+from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -16,6 +18,7 @@ import pytest
 
 from postroom import Consumer, Message, Outbox, Router
 from postroom.brokers import MemoryBroker
+from postroom.dead_letters import DeadLetters
 from postroom.delivery import Delivery
 from postroom.errors import (
     AlreadyHandledError,
@@ -40,6 +43,7 @@ from postroom.middleware.transactional import (
 )
 from postroom.store import Delivered, Outcome, Release, Retry
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore, SQLStore
+from postroom.stores.sql.transactions import network
 from postroom.testing.faults import FaultProxy
 from postroom.testing.waiting import until
 from postroom.transaction import Transaction, current_transaction, in_transaction, transactions_of
@@ -414,6 +418,77 @@ async def test_a_store_without_tables_is_an_error_on_the_first_message(sqlite_pa
     await store.close()
 
 
+# -- a mark that travels with BEGIN -------------------------------------------------------------------------------
+
+QUOTES = "o'hara \\'; DROP TABLE postroom_inbox; -- %s {} ü"
+
+
+@pytest.mark.parametrize("name", ["stock", QUOTES])
+async def test_asyncpg_marks_a_message_along_with_begin(name: str, request: pytest.FixtureRequest) -> None:
+    """G7, S1-28: one round trip less, whatever the consumer is called."""
+    queries: list[str] = []
+    numbers = count(1)
+
+    def hear(record: Any) -> None:  # noqa: ANN401
+        queries.append(record.query)
+
+    async with shop_on(PG, request) as shop:
+
+        async def work(_: Message) -> None:
+            await shop.write(next(numbers))
+            current_transaction().connection.add_query_logger(hear)
+
+        consumer = consumer_of(work, transactional(shop.store, consumer=name))
+        for content in (message(), first := message(), first):
+            await deliver(shop, consumer, content)
+
+        kinds = [" ".join(query.split()) for query in queries]
+        assert [kind.partition(" (")[0] for kind in kinds if "postroom_inbox" in kind] == [
+            'BEGIN;INSERT INTO "postroom_inbox"'
+        ] * 2
+        assert not [kind for kind in kinds if kind == "BEGIN;"]
+        assert await shop.look("SELECT consumer FROM postroom_inbox") == [name] * 2
+        assert await shop.effects() == [1, 2]
+
+
+async def test_a_version_of_asyncpg_that_takes_nothing_along_is_marked_by_the_inbox(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G7: what is not known of the inside of asyncpg costs a round trip, and no promise."""
+
+    def deaf(cls: Any, begun: Any, along: str = "") -> Any:  # noqa: ANN401
+        return cls(begun, along)
+
+    monkeypatch.setattr(network.Heard, "listen", classmethod(deaf))
+    monkeypatch.setattr(network.Heard, "leave", lambda *_: None)
+    monkeypatch.setattr(network.Heard, "is_understood", False)
+    async with shop_on(PG, request) as shop:
+        consumer = consumer_of(lambda _: shop.write(1), transactional(shop.store, consumer="stock"))
+        content = message()
+        hands = [await deliver(shop, consumer, content) for _ in range(2)]
+
+        assert [hand.outcomes for hand in hands] == [[Delivered()]] * 2
+        assert (await shop.marks(), await shop.effects()) == (1, [1])
+
+
+async def test_a_mark_that_is_refused_with_begin_says_why_and_spares_the_other_connections(
+    request: pytest.FixtureRequest,
+) -> None:
+    """G13: a missing table is told as ever, and nobody else's connection is closed for it."""
+    async with shop_on(PG, request) as shop:
+        stack, opener = transactional(shop.store, consumer="stock"), shop.store.transactions()
+        async with opener.begin() as one, opener.begin() as other:
+            connections = {id(one.connection), id(other.connection)}
+        await stack(message(), outputs_of)
+        await asyncio.to_thread(shop.ask, "ALTER TABLE postroom_inbox RENAME TO away")
+
+        with pytest.raises(SchemaMissingError, match="postroom_inbox"):
+            await stack(message(), outputs_of)
+
+        async with opener.begin() as left:
+            assert id(left.connection) in connections
+
+
 # -- COMMIT without an answer ----------------------------------------------------------------------------------
 
 
@@ -560,6 +635,39 @@ async def test_a_wait_for_the_inbox_that_takes_too_long_is_no_fault_of_the_messa
 
         assert isinstance(hand.outcomes[0], Release)
         assert (await shop.marks(), await shop.dead()) == (1, 0)
+
+
+@pytest.mark.parametrize("away", [CommitUnknownError(), StoreUnavailableError("away")], ids=["unknown", "away"])
+async def test_a_letter_that_cannot_be_stored_costs_no_delivery(shop: Shop, away: Exception) -> None:
+    """G13: whether a COMMIT or the database is lost while a message is put aside, it goes back as it was."""
+
+    class Away:
+        async def bury(self, _message: Message, _error: str) -> None:
+            raise away
+
+    async def work(_: Message) -> None:
+        raise RejectError("never")
+
+    stack = transactional(shop.store, consumer="stock", dead_letters=Away())
+    hand = await deliver(shop, consumer_of(work, stack), message())
+
+    assert [type(outcome) for outcome in hand.outcomes] == [Release]
+
+
+async def test_to_ask_in_vain_whether_a_message_was_handled_costs_no_delivery(shop: Shop) -> None:
+    """G13: it came too often, and the database that knows why is away."""
+
+    async def ask(_: Message) -> bool:
+        raise StoreUnavailableError("away")
+
+    async def bury(_message: Message, _error: str) -> None:
+        raise AssertionError
+
+    letters = cast("DeadLetters", SimpleNamespace(bury=bury))
+    stack = DeadLetterMiddleware(letters, max_attempts=3, was_handled=ask)
+    hand = await deliver(shop, consumer_of(outputs_of, stack), replace(message(), attempt=4))
+
+    assert [type(outcome) for outcome in hand.outcomes] == [Release]
 
 
 async def test_a_message_that_was_handled_and_comes_too_often_is_no_dead_letter(shop: Shop) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from .broker import is_cancelled
@@ -35,12 +36,12 @@ class Crew:
         """Start a task with a context of its own: what is left there, or in the task, is nobody else's."""
         task = asyncio.create_task(work, context=self._context.copy())
         self._tasks.add(task)
-        task.add_done_callback(self._discard)
-        task.add_done_callback(ended)
+        task.add_done_callback(partial(self._end, ended))
 
-    def _discard(self, task: asyncio.Task[None]) -> None:
+    def _end(self, ended: Callable[[asyncio.Task[None]], None], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._begun.discard(task)
+        ended(task)
 
     def begin(self) -> None:
         """Say that the current task has begun, and has something to tidy up when it is cancelled."""

@@ -199,11 +199,12 @@ class Outbox:
             options["headers"] = dict(headers)  # the caller may change its own before an async add is awaited
         additions: list[Addition] = []
         checked: set[tuple[str, str]] = set()
-        for event, identity in zip(events, uuid7s(len(events)), strict=True):
+        identities = iter(uuid7s(sum(not isinstance(event, Message) for event in events)))
+        for event in events:
             if isinstance(event, Message):
                 message, given = self._given(event, options), True
             else:
-                message, given = self._made(event, identity, options), False
+                message, given = self._made(event, next(identities), options), False
             # What comes from the options is the same for all events, and checked with the first of them.
             differing = (message.type, message.content_type)
             if given or differing not in checked or len(message.payload) > self.limits.payload:
@@ -215,6 +216,8 @@ class Outbox:
     def _given(self, message: Message, options: Options) -> Message:
         if extra := options.keys() - _OF_EVERY_MESSAGE:
             raise InvalidMessageError(f"a Message already says its {_listed(extra)}; leave them out of add()")
+        if message.type and message.namespace == self.namespace and not message.local:
+            return message
         return replace(message, namespace=self.namespace, type=message.type or message.topic, local={})
 
     def _made(self, event: object, identity: UUID, options: Options) -> Message:

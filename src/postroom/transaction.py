@@ -7,11 +7,16 @@ import contextlib
 import importlib
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from .errors import NoTransactionError, TransactionClosedError
+from .message import Message
+
+if TYPE_CHECKING:
+    from .inbox import Inbox
 
 __all__ = [
+    "Opening",
     "Transaction",
     "Transactions",
     "current_connection",
@@ -26,6 +31,13 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 _current: ContextVar[Transaction | None] = ContextVar("postroom_transaction", default=None)
+
+
+class Opening(NamedTuple):
+    """What a transaction is opened for: a message that its inbox has to mark first."""
+
+    inbox: Inbox
+    message: Message
 
 
 class Transaction:
@@ -50,6 +62,8 @@ class Transaction:
         self.witness: Callable[[], Awaitable[bool]] | None = None
         #: Whether nothing of the handler has happened yet, so that an error says nothing about its message.
         self.is_preparing: bool = False
+        #: Whether its `Opening` was marked now, or False if it was before; None if nobody has looked yet.
+        self.is_admitted: bool | None = None
 
     @property
     def connection(self) -> Any:  # noqa: ANN401
@@ -86,8 +100,11 @@ class Transaction:
 class Transactions(Protocol):
     """Opens transactions on a pool, an engine, a file: one class for each library."""
 
-    def begin(self) -> contextlib.AbstractAsyncContextManager[Transaction]:
+    def begin(self, opening: Opening | None = None) -> contextlib.AbstractAsyncContextManager[Transaction]:
         """Open a transaction; commit it when the block ends well, roll it back whatever else happens.
+
+        What can mark a message on the way, where that saves a round trip, says so in the transaction; whatever cannot
+        leaves it to the inbox.
 
         Raises:
             CommitUnknownError: The connection broke during COMMIT.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +32,7 @@ from ..inbox import CHUNK, Inbox, Mode
 from ..message import Message
 from ..outbox import Outbox
 from ..patience import persist
-from ..transaction import Transaction, Transactions, entered, in_transaction, transactions_of
+from ..transaction import Opening, Transaction, Transactions, entered, in_transaction, transactions_of
 from .chain import Next
 from .layers import DEAD_LETTERS, INBOX, OUTBOX, TRANSACTION
 
@@ -80,8 +81,13 @@ class TransactionMiddleware:
         self.transactions: Transactions = transactions_of(pool)
         self._nested = nested
         self._retries = retries
+        self._inbox: Inbox | None = None
         #: How often the connection was lost while a message was handled, for the latest of those that lost it.
         self._losses: dict[UUID, int] = {}
+
+    def open_for(self, inbox: Inbox) -> None:
+        """Let transactions mark their messages as they begin, if they can: one round trip less for each."""
+        self._inbox = inbox
 
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
         """Handle a message in a transaction.
@@ -103,8 +109,10 @@ class TransactionMiddleware:
     async def _once(self, message: Message, call_next: Next) -> Sequence[Message]:
         transaction: Transaction | None = None
         is_ending = False
+        # A broker may have none, which the inbox tells.
+        opening = Opening(self._inbox, message) if self._inbox is not None and isinstance(message.id, UUID) else None
         try:
-            async with self.transactions.begin() as transaction:
+            async with self.transactions.begin(opening) as transaction:
                 with entered(transaction):
                     outputs = await call_next(message)
                 is_ending = True
@@ -174,7 +182,8 @@ class InboxMiddleware:
         if is_optimistic:
             is_known = await self.inbox.has(transaction, message)
         else:
-            is_known = not await self.inbox.admit(transaction, message)
+            is_admitted, transaction.is_admitted = transaction.is_admitted, None
+            is_known = not (await self.inbox.admit(transaction, message) if is_admitted is None else is_admitted)
         transaction.is_preparing = False
         if is_known:
             self._skip(message)
@@ -254,7 +263,9 @@ class DeadLetterMiddleware:
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
         """Handle a message, or put it aside."""
         if message.attempt > self._max_attempts:
-            if self._was_handled is not None and await self._was_handled(message):
+            with _no_fault_of_the_message():
+                was_handled = self._was_handled is not None and await self._was_handled(message)
+            if was_handled:
                 return NOTHING
             # Handled so often without an error, it must have killed whoever handled it.
             return await self._bury(
@@ -269,13 +280,20 @@ class DeadLetterMiddleware:
             return await self._bury(message, describe(error))
 
     async def _bury(self, message: Message, error: str) -> Sequence[Message]:
-        try:
+        with _no_fault_of_the_message():
             await self._letters.bury(message, error)
-        except StoreError as away:
-            away.is_outage = True  # where it should go is away, which is no fault of the message
-            raise
         self._tell(events.DeadLettered(message.id, message.type, message.attempt, error))
         return NOTHING
+
+
+@contextmanager
+def _no_fault_of_the_message() -> Generator[None]:
+    """Have an error of the store cost no delivery: it comes from nothing that the handler did."""
+    try:
+        yield
+    except (StoreError, CommitUnknownError) as error:
+        error.is_outage = True
+        raise
 
 
 async def purge_forever(inbox: Inbox, transactions: Transactions, tell: events.Listener, *, every: timedelta) -> None:
@@ -370,11 +388,8 @@ class Transactional:
         """Handle a message so that its effect happens once."""
         if not self._has_asked:
             # Without its tables nothing can be handled, and a store that is not open hints at nothing.
-            try:
+            with _no_fault_of_the_message():
                 self._has_opened = await self._store.open() or self._has_opened
-            except StoreError as error:
-                error.is_outage = True
-                raise
             self._has_asked = True
         inside = partial(self._in_transaction, call_next)
         return await (inside(message) if self._dead_letters is None else self._dead_letters(message, inside))
@@ -428,6 +443,8 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     """
     inbox = store.inbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
     transaction = TransactionMiddleware(store if pool is None else pool)
+    if mode == "pessimistic":
+        transaction.open_for(inbox)
     letters = dead_letters or StoredDeadLetters(inbox, transaction.transactions)
     return Transactional(
         store,

@@ -26,7 +26,7 @@ from ..stores.sql.driver import Driver
 from ..stores.sql.statement import Result, Script, Statement
 from ..stores.sql.store import SQLStore
 from ..stores.sql.transactions import SQLTransactions
-from ..transaction import Transaction, Transactions, transactions_of
+from ..transaction import Opening, Transaction, Transactions, transactions_of
 from .failpoints import Failpoints
 
 __all__ = [
@@ -244,9 +244,9 @@ class _TappedTransactions:
         self._points = points
 
     @asynccontextmanager
-    async def begin(self) -> AsyncGenerator[Transaction]:
+    async def begin(self, opening: Opening | None = None) -> AsyncGenerator[Transaction]:
         await self._points.hit("tx.begin")
-        async with self._transactions.begin() as transaction:
+        async with self._transactions.begin(opening) as transaction:
             transaction.opened_by = self
             await self._points.hit("tx.begun")
             yield transaction

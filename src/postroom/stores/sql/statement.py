@@ -51,6 +51,10 @@ class Statement:
             return sql, [self.params[name] for name in names]
         return self._expand(style, names)
 
+    def spelled(self, spell: Callable[[Any], str]) -> str:
+        """Return the text with its values in it, each as ``spell`` writes it."""
+        return _template(self.text) % {name: spell(value) for name, value in self.params.items()}
+
     def _expand(self, style: ParamStyle, names: Sequence[str]) -> tuple[str, list[Any]]:
         mark = "?" if style == "qmark" else "%s"
         values: list[Any] = []
@@ -80,6 +84,11 @@ def _render(text: str, style: ParamStyle) -> tuple[str, tuple[str, ...]]:
         return _PARAMETER.sub(lambda m: f"${distinct.index(m[1]) + 1}", text), tuple(distinct)
     mark = "?" if style == "qmark" else "%s"
     return _PARAMETER.sub(lambda _: mark, text), tuple(names)
+
+
+@lru_cache(maxsize=16)
+def _template(text: str) -> str:
+    return _PARAMETER.sub(r"%(\1)s", text.replace("%", "%%"))
 
 
 def run(script: Script[T], execute: Callable[[Statement], Result]) -> T:

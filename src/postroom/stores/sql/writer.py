@@ -19,7 +19,7 @@ from .dialects.sqlite import SQLite
 from .names import Names
 from .statement import ParamStyle, Result, Script, Statement, run, run_async
 
-__all__ = ["AsyncWriter", "Connection", "SyncWriter", "Task", "to_its_end"]
+__all__ = ["AsyncWriter", "Connection", "SyncWriter", "Task", "explain", "inbox_dialect", "to_its_end"]
 
 T = TypeVar("T")
 
@@ -57,6 +57,11 @@ def _dialect(name: str, is_outbox: bool, table: str, schema: str | None) -> Dial
     if name not in _DIALECTS:
         raise UnsupportedDatabaseError(name, "PostgreSQL, MySQL, MariaDB or SQLite")
     return _DIALECTS[name](Names(table=table, schema=schema) if is_outbox else Names(inbox=table, schema=schema))
+
+
+def inbox_dialect(name: str, inbox: Inbox) -> Dialect:
+    """Return the dialect for the tables of an inbox."""
+    return _dialect(name, False, inbox.table, inbox.schema)  # noqa: FBT003
 
 
 def _adding(additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool) -> Task[list[Added]]:
@@ -132,7 +137,7 @@ def _first_of_each(added: list[Added]) -> list[Added]:
 _NO_TABLE: Final = frozenset({"42P01", "3F000", "42S02", 1146})
 
 
-def _explain(error: Exception, table: str) -> None:
+def explain(error: Exception, table: str) -> None:
     """Raise our error for the failures that have a remedy of ours; others stay as the caller's library says them."""
     if hasattr(error, "hide_parameters"):
         setattr(error, "hide_parameters", True)  # noqa: B010 -- SQLAlchemy shows the payload otherwise
@@ -199,7 +204,7 @@ class SyncWriter:
         try:
             return run(task.script(dialect), partial(self.execute, connection))
         except Exception as error:
-            _explain(error, dialect.identifiers[task.identifier])
+            explain(error, dialect.identifiers[task.identifier])
             raise
 
     def dialect_of(self, connection: Connection) -> str:
@@ -266,7 +271,7 @@ class AsyncWriter:
         try:
             return await run_async(task.script(dialect), partial(self.execute, connection))
         except Exception as error:
-            _explain(error, dialect.identifiers[task.identifier])
+            explain(error, dialect.identifiers[task.identifier])
             raise
 
     def require_transaction(self, connection: Connection) -> None:

@@ -15,8 +15,8 @@ from ....errors import (
     TransactionAbortedError,
     TransactionClosedError,
 )
-from ....transaction import Transaction
-from .outcome import hide_parameters, translated, unreachable
+from ....transaction import Opening, Transaction
+from .outcome import hide_parameters, translated, unreachable, was_refused
 from .wakeups import Wake, hint
 
 __all__ = ["Block", "Foreign", "Link", "SQLTransactions", "require_open"]
@@ -43,6 +43,9 @@ class Link(ABC):
     call: Callable[..., Awaitable[Any]] = staticmethod(_on_a_thread)
     #: The connection or session that is handed out.
     connection: Foreign = None
+    #: A message that may be marked along with BEGIN, and what came of it: see `Transaction`.
+    opening: Opening | None = None
+    is_admitted: bool | None = None
     #: Whether a savepoint could not be undone, so that nothing may be committed.
     is_doomed: bool = False
     #: Whether it was left in the middle of something: what is wrong with the connection is wrong with no other then.
@@ -148,29 +151,34 @@ class _Held(Transaction):
 class Block:
     """A transaction as a context: begun when it is entered, committed when it ends well, rolled back otherwise."""
 
-    def __init__(self, opened_by: SQLTransactions, *, translates: bool = True) -> None:
+    def __init__(self, opened_by: SQLTransactions, opening: Opening | None = None, *, translates: bool = True) -> None:
         """Set up.
 
         Args:
             opened_by: Makes the link.
+            opening: A message that may be marked on the way.
             translates: Whether an error that may pass is told as ours, or as the library tells it.
         """
         self._opened_by = opened_by
+        self._opening = opening
         self._translates = translates
         self._held: _Held | None = None
 
     async def __aenter__(self) -> Transaction:
         """Begin."""
         link = self._opened_by.link()
+        link.opening = self._opening
         try:
             await link.begin()
         except BaseException as error:
-            link.is_cut_off = _is_cut_off(error)
+            # What the server itself has refused is wrong with this transaction alone.
+            link.is_cut_off = not isinstance(error, Exception) or _is_cut_off(error) or was_refused(error)
             await _to_its_end(_released(link), link.abort, is_urgent=_is_cut_off(error))
             if self._translates:
                 _tell(error, unreachable(error))
             raise
         self._held = _Held(link, self._opened_by)
+        self._held.is_admitted = link.is_admitted
         return self._held
 
     async def __aexit__(
@@ -209,7 +217,7 @@ class SQLTransactions:
         self.link = link
         self.is_async = is_async
 
-    def begin(self) -> Block:
+    def begin(self, opening: Opening | None = None) -> Block:
         """Open a transaction; commit it when the block ends well, roll it back whatever else happens.
 
         Raises:
@@ -218,7 +226,7 @@ class SQLTransactions:
             StoreContentionError: Other transactions stood in the way; the whole transaction may be tried again.
             StoreUnavailableError: The database cannot be reached.
         """
-        return Block(self)
+        return Block(self, opening)
 
     @contextlib.asynccontextmanager
     async def savepoint(self, transaction: Transaction) -> AsyncGenerator[None]:

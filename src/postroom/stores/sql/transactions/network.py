@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, Final, Self
 
 from ....errors import CommitUnknownError, TransactionAbortedError
+from ..opening import admission, explained
 from .block import Foreign, Link, require_open
 from .outcome import ANCHOR, PROBE, RELEASE, aborted_is_told, lost, unknown_is_told, was_refused
 from .threads import Plain
@@ -172,18 +173,26 @@ class AsyncpgLink(_FromSource):
     async def begin(self) -> None:
         self.connection = await self._source.take()
         self._begun = self.connection.transaction()
-        await self._begun.start()
+        if self.opening is None:
+            await self._begun.start()
+            return
+        heard = Heard.listen(self._begun, admission(self.opening))
+        with explained(self.opening):
+            await self._begun.start()
+        heard.leave(self._begun)
+        if heard.answer:
+            self.is_admitted = heard.answer == "INSERT 0 1"
 
     async def commit(self) -> None:
         connection = self.connection
         if _is_closed(connection):
             raise lost()
-        is_asked = not _Heard.is_understood
+        is_asked = not Heard.is_understood
         if is_asked:
             with aborted_is_told():
                 await connection.execute(PROBE)
         require_open(is_open=connection.is_in_transaction())
-        heard = _Heard.listen(self._begun)
+        heard = Heard.listen(self._begun)
         try:
             await self._begun.commit()
         except Exception as error:
@@ -211,34 +220,42 @@ class AsyncpgLink(_FromSource):
         await mark.rollback()
 
 
-class _Heard:
-    """Stands between a transaction of asyncpg and its connection, to hear what COMMIT is answered.
+class Heard:
+    """Stands between a transaction of asyncpg and its connection: what BEGIN takes along, what COMMIT is answered.
 
-    asyncpg keeps that to itself, and to ask before every COMMIT whether the transaction has failed would cost a round
-    trip. Should another version of it not go through here, the answer is not heard, and asking goes on.
+    asyncpg keeps that to itself; a statement of its own, or to ask before every COMMIT whether the transaction has
+    failed, would each cost a round trip. Should another version of it not go through here, no answer is heard, nothing
+    was taken along, and asking goes on.
     """
 
-    #: Whether an answer was ever heard.
+    #: Whether the answer to a COMMIT was ever heard.
     is_understood: ClassVar[bool] = False
 
     #: What it has of its own; everything else is the connection's.
     _connection: Foreign
+    _along: str
     answer: str
 
-    def __init__(self, connection: Foreign) -> None:
-        self.__dict__.update(_connection=connection, answer="")
+    def __init__(self, connection: Foreign, along: str) -> None:
+        self.__dict__.update(_connection=connection, _along=along, answer="")
 
     @classmethod
-    def listen(cls, begun: Foreign) -> Self:
-        heard = cls(getattr(begun, "_connection", None))
+    def listen(cls, begun: Foreign, along: str = "") -> Self:
+        """Hear what is answered to the next statement, and have another one follow it at once."""
+        heard = cls(getattr(begun, "_connection", None), along)
         with contextlib.suppress(AttributeError):  # it may be called otherwise one day
             begun._connection = heard  # noqa: SLF001
         return heard
 
+    def leave(self, begun: Foreign) -> None:
+        """Listen no more."""
+        begun._connection = self._connection  # noqa: SLF001
+
     async def execute(self, query: str) -> str:
-        answer: str = await self._connection.execute(query)
+        answer: str = await self._connection.execute(query + self._along)
         self.__dict__["answer"] = answer
-        _Heard.is_understood = answer == "COMMIT"
+        if not self._along:
+            Heard.is_understood = answer == "COMMIT"
         return answer
 
     def __getattr__(self, name: str) -> Foreign:

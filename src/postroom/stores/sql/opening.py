@@ -1,0 +1,39 @@
+"""What marks a message along with BEGIN: one text with its values in it, since only a text can follow another."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from uuid import UUID
+
+from ...transaction import Opening
+from .dialect import Dialect
+from .writer import explain, inbox_dialect
+
+__all__ = ["admission", "explained"]
+
+
+def admission(opening: Opening) -> str:
+    """Return what marks a message in PostgreSQL; its answer tells whether it was not marked before."""
+    return next(_dialect(opening).admit(opening.inbox.consumer, opening.message)).spelled(_spelled)
+
+
+@contextmanager
+def explained(opening: Opening) -> Generator[None]:
+    """Tell of a missing table as the inbox does."""
+    try:
+        yield
+    except Exception as error:
+        explain(error, _dialect(opening).identifiers["inbox"])
+        raise
+
+
+def _dialect(opening: Opening) -> Dialect:
+    return inbox_dialect("postgresql", opening.inbox)
+
+
+def _spelled(value: object) -> str:
+    """Write a value so that whatever is in it stays a value: in hexadecimal digits."""
+    if isinstance(value, UUID):
+        return f"'{value}'"
+    return f"convert_from(decode('{str(value).encode().hex()}', 'hex'), 'UTF8')"
