@@ -21,7 +21,7 @@ from postroom.delivery import current
 from postroom.errors import ConfigurationError, DecodeError, NoDeliveryError, NoTransactionError
 from postroom.handler import Handler, bound
 from postroom.testing.waiting import until
-from postroom.transaction import entered
+from postroom.transaction import Opening, entered
 
 if TYPE_CHECKING:
     from nowhere import Absent  # type: ignore[import-not-found]
@@ -151,7 +151,7 @@ async def test_a_payload_becomes_what_its_parameter_is_annotated_with() -> None:
 class Nowhere:
     """Opens transactions nowhere."""
 
-    def begin(self) -> AbstractAsyncContextManager[Transaction]:
+    def begin(self, opening: Opening | None = None) -> AbstractAsyncContextManager[Transaction]:
         raise NotImplementedError
 
     def savepoint(self, transaction: Transaction) -> AbstractAsyncContextManager[None]:

@@ -26,7 +26,7 @@ from postroom.errors import (
 from postroom.inbox import Inbox
 from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, SQLStore
 from postroom.testing.waiting import until
-from postroom.transaction import Transaction, Transactions
+from postroom.transaction import Opening, Transaction, Transactions
 from postroom.writer import writer_of
 
 from . import test_writers as writers
@@ -89,7 +89,7 @@ class Opener:
         self._databases = databases
 
     @asynccontextmanager
-    async def begin(self) -> AsyncGenerator[Transaction]:
+    async def begin(self, opening: Opening | None = None) -> AsyncGenerator[Transaction]:
         async with self._library.opened(self._databases) as link:
             await link.begin()
             is_async = inspect.iscoroutinefunction(writer_of(link.handle).bury)

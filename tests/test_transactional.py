@@ -33,14 +33,14 @@ from postroom.errors import (
 )
 from postroom.events import DeadLettered, DuplicateSkipped, Event
 from postroom.inbox import Inbox, Mode
-from postroom.middleware.chain import Middleware, chained
-from postroom.middleware.transactional import (
+from postroom.middleware import (
     DeadLetterMiddleware,
     InboxMiddleware,
     OutboxMiddleware,
     TransactionMiddleware,
     transactional,
 )
+from postroom.middleware.chain import Middleware, chained
 from postroom.store import Delivered, Outcome, Release, Retry
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore, SQLStore
 from postroom.stores.sql.transactions import network

@@ -47,7 +47,7 @@ from postroom.errors import (
     UnknownConnectionError,
 )
 from postroom.handler import bound
-from postroom.middleware.transactional import TransactionMiddleware
+from postroom.middleware import TransactionMiddleware
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
 from postroom.stores.sql.transactions import transactions_for
 from postroom.testing.faults import FaultProxy

@@ -10,7 +10,8 @@ from .codec import Codec, JSONCodec, Naming, encoded, named
 from .errors import ConfigurationError, InvalidMessageError
 from .handler import Handler, bound, payload_type
 from .message import Message
-from .middleware.transactional import OutboxMiddleware, TransactionMiddleware
+from .middleware.outbox import OutboxMiddleware
+from .middleware.transaction import TransactionMiddleware
 from .outbox import Outbox
 from .router import each
 

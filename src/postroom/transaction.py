@@ -23,6 +23,7 @@ __all__ = [
     "current_transaction",
     "entered",
     "in_transaction",
+    "required_transaction",
     "running_on",
     "transactions_of",
 ]
@@ -120,9 +121,14 @@ class Transactions(Protocol):
 
 def current_transaction() -> Transaction:
     """Return the transaction that this code runs in; raise `NoTransactionError` if there is none."""
+    return required_transaction("current_transaction()")
+
+
+def required_transaction(who: str) -> Transaction:
+    """Return the transaction that this code runs in, for ``who``, which cannot do without one."""
     transaction = _current.get()
     if transaction is None:
-        raise NoTransactionError("current_transaction()")
+        raise NoTransactionError(who)
     return transaction
 
 

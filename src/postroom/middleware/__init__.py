@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from .attributes import CorrelationMiddleware, DeadlineMiddleware, RequiredMiddleware, SubjectMiddleware
 from .chain import Middleware, Next
+from .dead_letters import DeadLetterMiddleware
+from .inbox import InboxMiddleware
 from .observing import EventsMiddleware, LogMiddleware, RecoverMiddleware
+from .outbox import OutboxMiddleware
 from .retrying import RetryMiddleware
-from .transactional import (
-    DeadLetterMiddleware,
-    InboxMiddleware,
-    OutboxMiddleware,
-    TransactionMiddleware,
-    transactional,
-)
+from .transaction import TransactionMiddleware
+from .transactional import transactional
 
 __all__ = [
     "CorrelationMiddleware",

@@ -9,7 +9,7 @@ from ..errors import MiddlewareOrderError
 from ..message import Message
 from .layers import DEAD_LETTERS, INBOX, OUTBOX, RETRY, TRANSACTION
 
-__all__ = ["Middleware", "Next", "chained", "check_order"]
+__all__ = ["NOTHING", "Middleware", "Next", "chained", "check_order"]
 
 #: Handles a message and returns what is to be sent.
 Next: TypeAlias = Callable[[Message], Awaitable[Sequence[Message]]]
@@ -18,6 +18,9 @@ Next: TypeAlias = Callable[[Message], Awaitable[Sequence[Message]]]
 #: It may have more, which a consumer looks for when it starts: ``serve(tell)``, which runs beside handling until it is
 #: cancelled, ``check_horizon(horizon)``, which may refuse a broker, and what `check_order` needs.
 Middleware: TypeAlias = Callable[[Message, Next], Awaitable[Sequence[Message]]]
+
+#: What is to be sent if nothing is.
+NOTHING: Final[Sequence[Message]] = ()
 
 _REASONS: Final = {
     DEAD_LETTERS: "since what it puts aside must stay when the transaction is rolled back",

@@ -181,7 +181,7 @@ class AsyncpgLink(_FromSource):
             await self._begun.start()
         heard.leave(self._begun)
         if heard.answer:
-            self.is_admitted = heard.answer == "INSERT 0 1"
+            self.is_admitted: bool | None = heard.answer == "INSERT 0 1"
 
     async def commit(self) -> None:
         connection = self.connection

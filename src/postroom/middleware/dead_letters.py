@@ -1,0 +1,85 @@
+"""The middleware that puts aside what failed too often or can never succeed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+from .. import events
+from ..broker import describe
+from ..dead_letters import DeadLetters
+from ..errors import CommitUnknownError, ConfigurationError, StoreError, is_hopeless, is_outage
+from ..message import Message
+from .chain import NOTHING, Next
+from .layers import DEAD_LETTERS
+
+__all__ = ["DeadLetterMiddleware", "no_fault_of_the_message"]
+
+
+class DeadLetterMiddleware:
+    """Puts a message aside that has failed too often, or that can never succeed, and has it acknowledged then.
+
+    An error of the store is no fault of the message, and a transaction of which nobody knows whether it was committed
+    is no failure: neither puts a message aside.
+    """
+
+    layer: ClassVar[int] = DEAD_LETTERS
+
+    def __init__(
+        self,
+        letters: DeadLetters,
+        *,
+        max_attempts: int = 10,
+        was_handled: Callable[[Message], Awaitable[bool]] | None = None,
+        listener: events.Listener = events.log_event,
+    ) -> None:
+        """Set up.
+
+        Args:
+            letters: Where the messages go.
+            max_attempts: After how many deliveries a message that failed is put aside.
+            was_handled: Tells whether a message was handled, which may have been delivered so often for another reason.
+            listener: Is told of each.
+        """
+        if max_attempts < 1:
+            raise ConfigurationError(f"max_attempts={max_attempts} must be at least 1")
+        self._letters = letters
+        self._max_attempts = max_attempts
+        self._was_handled = was_handled
+        self._tell = events.guarded(listener)
+
+    async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
+        """Handle a message, or put it aside."""
+        if message.attempt > self._max_attempts:
+            with no_fault_of_the_message():
+                was_handled = self._was_handled is not None and await self._was_handled(message)
+            if was_handled:
+                return NOTHING
+            # Handled so often without an error, it must have killed whoever handled it.
+            return await self._bury(
+                message, f"delivered {message.attempt} times without an outcome: it may kill its worker"
+            )
+        try:
+            return await call_next(message)
+        except Exception as error:
+            is_spent = message.attempt >= self._max_attempts and not is_outage(error)
+            if not is_hopeless(error) and not is_spent:
+                raise
+            return await self._bury(message, describe(error))
+
+    async def _bury(self, message: Message, error: str) -> Sequence[Message]:
+        with no_fault_of_the_message():
+            await self._letters.bury(message, error)
+        self._tell(events.DeadLettered(message.id, message.type, message.attempt, error))
+        return NOTHING
+
+
+@contextmanager
+def no_fault_of_the_message() -> Generator[None]:
+    """Have an error of the store cost no delivery: it comes from nothing that the handler did."""
+    try:
+        yield
+    except (StoreError, CommitUnknownError) as error:
+        error.is_outage = True
+        raise

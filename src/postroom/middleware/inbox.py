@@ -1,0 +1,76 @@
+"""The middleware that skips messages that were handled before, and what forgets them in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import ClassVar
+
+from .. import events
+from ..errors import AlreadyHandledError, InvalidMessageError, StoreError, TransactionError
+from ..inbox import CHUNK, Inbox
+from ..message import Message
+from ..patience import persist
+from ..transaction import Transactions, required_transaction
+from .chain import NOTHING, Next
+from .layers import INBOX, TRANSACTION
+
+__all__ = ["InboxMiddleware", "purge_forever"]
+
+
+class InboxMiddleware:
+    """Skips messages that this consumer has handled; they are acknowledged, and counted by an event."""
+
+    layer: ClassVar[int] = INBOX
+    needs: ClassVar[int] = TRANSACTION
+
+    def __init__(self, inbox: Inbox, *, listener: events.Listener = events.log_event) -> None:
+        self.inbox = inbox
+        self._tell = events.guarded(listener)
+
+    def check_horizon(self, horizon: timedelta | None) -> None:
+        """Refuse a broker that may hand out a message again after the inbox has forgotten it."""
+        self.inbox.check_horizon(horizon)
+
+    async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
+        """Handle a message unless it was handled before."""
+        transaction = required_transaction("the inbox")
+        if not message.id:  # type: ignore[truthy-bool]  # a broker may have none
+            raise InvalidMessageError("the message has no id, by which the inbox could know it again")
+        transaction.witness = partial(self.inbox.was_handled, transaction.opened_by, message)
+        is_optimistic = self.inbox.mode == "optimistic"
+        transaction.is_preparing = True
+        if is_optimistic:
+            is_known = await self.inbox.has(transaction, message)
+        else:
+            is_admitted, transaction.is_admitted = transaction.is_admitted, None
+            is_known = not (await self.inbox.admit(transaction, message) if is_admitted is None else is_admitted)
+        transaction.is_preparing = False
+        if is_known:
+            self._skip(message)
+            return NOTHING
+        outputs = await call_next(message)
+        if is_optimistic and not await self.inbox.admit(transaction, message):
+            self._skip(message)
+            raise AlreadyHandledError(message.id, transaction)
+        return outputs
+
+    def _skip(self, message: Message) -> None:
+        self._tell(events.DuplicateSkipped(self.inbox.consumer, message.id, message.type))
+
+
+async def purge_forever(inbox: Inbox, transactions: Transactions, tell: events.Listener, *, every: timedelta) -> None:
+    """Delete inbox rows past their retention, in chunks that leave the database to the handlers in between."""
+    while True:
+        await asyncio.sleep(every.total_seconds() * random.uniform(0.75, 1.0))
+        total, count = 0, CHUNK
+        while count == CHUNK:
+            purge = partial(inbox.purge, transactions)
+            count = await persist("purge inbox", purge, tell, only=(StoreError, TransactionError)) or 0
+            total += count
+            await asyncio.sleep(0.01)
+        if total:
+            tell(events.InboxPurged(inbox.consumer, total))
