@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import importlib
 from collections.abc import Awaitable, Callable, Generator
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from .errors import NoTransactionError, TransactionClosedError
@@ -21,8 +21,10 @@ __all__ = [
     "Transactions",
     "current_connection",
     "current_transaction",
+    "enter",
     "entered",
     "in_transaction",
+    "leave",
     "required_transaction",
     "running_on",
     "transactions_of",
@@ -168,8 +170,18 @@ def running_on() -> Callable[..., Awaitable[Any]]:
 @contextlib.contextmanager
 def entered(transaction: Transaction) -> Generator[None]:
     """Make a transaction the current one."""
-    token = _current.set(transaction)
+    token = enter(transaction)
     try:
         yield
     finally:
-        _current.reset(token)
+        leave(token)
+
+
+def enter(transaction: Transaction) -> Token[Transaction | None]:
+    """Make a transaction the current one until `leave`; where every microsecond counts, instead of `entered`."""
+    return _current.set(transaction)
+
+
+def leave(token: Token[Transaction | None]) -> None:
+    """Make the transaction before it the current one again."""
+    _current.reset(token)

@@ -18,7 +18,7 @@ from ..errors import (
 )
 from ..inbox import Inbox
 from ..message import Message
-from ..transaction import Opening, Transaction, Transactions, entered, in_transaction, transactions_of
+from ..transaction import Opening, Transaction, Transactions, enter, in_transaction, leave, transactions_of
 from .chain import NOTHING, Next
 from .layers import TRANSACTION
 
@@ -91,8 +91,11 @@ class TransactionMiddleware:
         opening = Opening(self._inbox, message) if self._inbox is not None and has_id else None
         try:
             async with self.transactions.begin(opening) as transaction:
-                with entered(transaction):
+                token = enter(transaction)
+                try:
                     outputs = await call_next(message)
+                finally:
+                    leave(token)
                 is_ending = True
         except AlreadyHandledError as error:
             if error.transaction is not transaction:

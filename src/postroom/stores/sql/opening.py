@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from uuid import UUID
 
 from ...transaction import Opening
 from .dialect import Dialect
 from .writer import explain, inbox_dialect
 
-__all__ = ["admission", "explained"]
+__all__ = ["admission", "explain_admission"]
 
 
 def admission(opening: Opening) -> str:
@@ -18,14 +16,9 @@ def admission(opening: Opening) -> str:
     return next(_dialect(opening).admit(opening.inbox.consumer, opening.message)).spelled(_spelled)
 
 
-@contextmanager
-def explained(opening: Opening) -> Generator[None]:
-    """Tell of a missing table as the inbox does."""
-    try:
-        yield
-    except Exception as error:
-        explain(error, _dialect(opening).identifiers["inbox"])
-        raise
+def explain_admission(error: Exception, opening: Opening) -> None:
+    """Raise our error for a missing table, as the inbox does."""
+    explain(error, _dialect(opening).identifiers["inbox"])
 
 
 def _dialect(opening: Opening) -> Dialect:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, Final, Self
 
 from ....errors import CommitUnknownError, TransactionAbortedError
-from ..opening import admission, explained
+from ..opening import admission, explain_admission
 from .block import Foreign, Link, require_open
 from .outcome import ANCHOR, PROBE, RELEASE, aborted_is_told, lost, unknown_is_told, was_refused
 from .threads import Plain
@@ -177,8 +177,11 @@ class AsyncpgLink(_FromSource):
             await self._begun.start()
             return
         heard = Heard.listen(self._begun, admission(self.opening))
-        with explained(self.opening):
+        try:
             await self._begun.start()
+        except Exception as error:
+            explain_admission(error, self.opening)
+            raise
         heard.leave(self._begun)
         if heard.answer:
             self.is_admitted: bool | None = heard.answer == "INSERT 0 1"
