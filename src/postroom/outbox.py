@@ -60,10 +60,18 @@ class _TellsTransaction(Protocol):
     def is_in_transaction(self) -> bool: ...
 
 
-#: A connection or session whose calls return at once.
-SyncConnection: TypeAlias = _Commits | _Forwards
-#: A connection or session whose calls are awaited.
-AsyncConnection: TypeAlias = _AwaitsCommit | _TellsTransaction
+class _Evaluates(Protocol):
+    def eval(self, script: str, numkeys: int, *keys_and_args: Any) -> Any: ...  # noqa: ANN401 -- as redis-py says it
+
+
+class _AwaitsClose(Protocol):
+    def aclose(self) -> Awaitable[None]: ...
+
+
+#: A connection, session, client or pipeline whose calls return at once.
+SyncConnection: TypeAlias = _Commits | _Forwards | _Evaluates
+#: A connection, session, client or pipeline whose calls are awaited.
+AsyncConnection: TypeAlias = _AwaitsCommit | _TellsTransaction | _AwaitsClose
 
 
 class Options(TypedDict, total=False):

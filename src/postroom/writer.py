@@ -22,11 +22,12 @@ _WRITERS: Final[Mapping[str, str]] = {
         ("asyncpg", "psycopg", "sqlite3", "aiosqlite", "asyncmy", "pymysql", "sqlalchemy", "django"),
         "postroom.stores.sql.writers",
     ),
+    "redis": "postroom.stores.redis.writer",
     "postroom": "postroom.stores.memory",
 }
 _ACCEPTED: Final = (
     "asyncpg, psycopg (sync or async), sqlite3, aiosqlite, asyncmy, PyMySQL, SQLAlchemy Session, AsyncSession, "
-    "Connection or AsyncConnection, Django's connection"
+    "Connection or AsyncConnection, Django's connection, redis-py's client or pipeline"
 )
 _POOLS: Final = frozenset(
     {"AsyncConnectionPool", "AsyncEngine", "ConnectionPool", "Engine", "Pool", "sessionmaker", "async_sessionmaker"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -21,8 +22,10 @@ import pytest
 pytest.register_assert_rewrite("postroom.testing.contracts", "postroom.testing.machine")
 
 from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, SQLStore  # noqa: E402
-from postroom.testing.clients import MariaDBClient, PostgresClient, SqlClient  # noqa: E402
+from postroom.testing.clients import MariaDBClient, PostgresClient, SqlClient, ValkeyClient  # noqa: E402
 from postroom.testing.contracts import StoredRow, StoreHarness  # noqa: E402
+
+from .in_redis import RedisHarness  # noqa: E402
 
 #: Makes a harness on an empty store, in the event loop that is running.
 MakeHarness: TypeAlias = Callable[[], Awaitable[StoreHarness]]
@@ -348,6 +351,13 @@ def make_mariadb(mariadb_tables: str) -> MakeHarness:
     return lambda: _started(MariaDBHarness(mariadb_tables))
 
 
-async def _started(harness: SQLHarness) -> StoreHarness:
+async def _started(harness: SQLHarness | RedisHarness) -> StoreHarness:
     await harness.start()
     return harness
+
+
+@pytest.fixture
+def make_redis(valkey_server: ValkeyClient) -> MakeHarness:
+    # One logical database for each process of the run, which the harness empties.
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return lambda: _started(RedisHarness(valkey_server.dsn.removesuffix("/0") + f"/{worker % 15 + 1}"))

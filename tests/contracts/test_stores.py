@@ -52,3 +52,10 @@ class TestMySQLStoreOnMariaDB(StoreContract):
     async def harness(self, make_mariadb: MakeHarness) -> AsyncIterator[StoreHarness]:
         async for harness in lent(make_mariadb):
             yield harness
+
+
+class TestRedisStore(StoreContract):
+    @pytest.fixture
+    async def harness(self, make_redis: MakeHarness) -> AsyncIterator[StoreHarness]:
+        async for harness in lent(make_redis):
+            yield harness

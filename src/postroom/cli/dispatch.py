@@ -21,7 +21,7 @@ from ..brokers import LinesBroker, MemoryBroker
 from ..dispatcher import Dispatcher
 from ..errors import BrokerError, ConfigurationError
 from ..retry import Backoff
-from ..stores import SQLStore
+from ..store import Store
 from ..stores.sql.store import WEEK
 from .options import Duration, StoreOptions, derived_options, option, run, show_duration, store_options
 
@@ -148,7 +148,7 @@ def _plain(value: object) -> object:
 class _Session:
     """One run of a dispatcher: signals come in, events go out, an exit code remains."""
 
-    def __init__(self, store: SQLStore, publisher: object, log: EventLog) -> None:
+    def __init__(self, store: Store, publisher: object, log: EventLog) -> None:
         self.store = store
         self._publisher = publisher
         self._log = log

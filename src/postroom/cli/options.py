@@ -20,7 +20,8 @@ import click
 
 from ..errors import ConfigurationError, StoreUnavailableError
 from ..message import DEFAULT_NAMESPACE
-from ..stores import SQLStore, open_url
+from ..store import Store
+from ..stores import MemoryStore, SQLStore, open_url
 
 __all__ = [
     "Duration",
@@ -96,7 +97,7 @@ class StoreOptions:
     inbox: str
     schema: str | None
 
-    def make(self, *, may_create: bool = False, **settings: timedelta) -> SQLStore:
+    def make(self, *, may_create: bool = False, **settings: timedelta) -> Store:
         """Return the store, not yet opened."""
         path = self.url.removeprefix("sqlite:///")
         if path != self.url and not may_create and not Path(path).exists():
@@ -105,8 +106,15 @@ class StoreOptions:
         store = open_url(
             self.url, namespace=self.namespace, table=self.table, inbox=self.inbox, schema=self.schema, **settings
         )
-        if not isinstance(store, SQLStore):
+        if isinstance(store, MemoryStore):
             raise ConfigurationError("a memory: store lives in the process that made it; name a database")
+        return store
+
+    def make_tables(self, *, may_create: bool = False) -> SQLStore:
+        """Return the store, which has tables, not yet opened."""
+        store = self.make(may_create=may_create)
+        if not isinstance(store, SQLStore):
+            raise ConfigurationError(f"{type(store).__name__} has no tables, so there is nothing to apply or check")
         return store
 
 

@@ -51,7 +51,7 @@ def apply(store_options: StoreOptions, *, as_json: bool) -> None:
 
 
 async def _apply(options: StoreOptions) -> list[str]:
-    store = options.make(may_create=True)
+    store = options.make_tables(may_create=True)
     try:
         differences = await store.check_schema()
         await store.apply_schema()
@@ -87,7 +87,7 @@ def check(store_options: StoreOptions, *, as_json: bool) -> None:
 
 
 async def _check(options: StoreOptions) -> list[str]:
-    store = options.make()
+    store = options.make_tables()
     try:
         return await store.check_schema()
     finally:

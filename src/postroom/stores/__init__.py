@@ -12,12 +12,16 @@ from .sql.store import MySQLStore, PostgresStore, SQLiteStore, SQLStore
 __all__ = ["MemoryStore", "MySQLStore", "PostgresStore", "SQLStore", "SQLiteStore", "open_url"]
 
 if TYPE_CHECKING:
-    _proof: list[type[Store]] = [MemoryStore, MySQLStore, PostgresStore, SQLiteStore]
+    from .redis import RedisStore
 
-ACCEPTED = "postgresql://…, postgresql+psycopg://…, mysql://…, mariadb://…, sqlite:///file, memory:"
+    _proof: list[type[Store]] = [MemoryStore, MySQLStore, PostgresStore, RedisStore, SQLiteStore]
+
+ACCEPTED = "postgresql://…, postgresql+psycopg://…, mysql://…, mariadb://…, sqlite:///file, redis://…, memory:"
+#: What is said of tables only.
+_OF_TABLES = frozenset({"schema", "inbox"})
 
 
-def open_url(url: str, **options: Any) -> MemoryStore | SQLStore:  # noqa: ANN401 -- those of the store's constructor
+def open_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisStore:  # noqa: ANN401 -- those of the store's constructor
     """Return the store that a URL names, not yet opened.
 
     Example:
@@ -37,6 +41,10 @@ def open_url(url: str, **options: Any) -> MemoryStore | SQLStore:  # noqa: ANN40
         case "sqlite" if rest.startswith("///"):
             options.pop("schema", None)
             return SQLiteStore(rest.removeprefix("///"), **options)
+        case "redis" | "rediss" | "unix":
+            from .redis import RedisStore  # noqa: PLC0415 -- an extra
+
+            return RedisStore(url, **{name: value for name, value in options.items() if name not in _OF_TABLES})
         case "memory":
             return MemoryStore(namespace=options.get("namespace", "default"))
         case _:

@@ -1,0 +1,118 @@
+"""Calls to a server that is Redis or speaks like it: with a deadline, and never repeated by the library."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+from ...errors import ConfigurationError, MissingExtraError, StoreError, StoreTimeoutError
+from .scripts import script
+
+try:
+    import redis.asyncio
+    import redis.exceptions
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+except ImportError as _error:
+    raise MissingExtraError("redis", "redis") from _error
+
+from .errors import translated
+
+__all__ = ["Client", "connected"]
+
+T = TypeVar("T")
+
+# The library's own types name neither what a script answers nor both kinds of clients.
+Foreign = Any
+
+_ONCE: Final = "pass retry=Retry(NoBackoff(), 0): the library would write again what may have been written already"
+
+
+def connected(server: Foreign, *, timeout: timedelta) -> tuple[Foreign, bool]:
+    """Return a client for a URL or for a client of the user's, and whether it was made here.
+
+    Raises:
+        ConfigurationError: The client repeats what it does not know the answer to, or turns bytes into texts.
+    """
+    if not isinstance(server, str):
+        _check(server)
+        return server, False
+    seconds = timeout.total_seconds()
+    client: Foreign = redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType] -- typed in part
+        server,
+        retry=Retry(NoBackoff(), 0),
+        socket_connect_timeout=seconds,
+        socket_timeout=None,  # every call has a deadline of its own, and one that listens waits for long
+        decode_responses=False,
+    )
+    return client, True
+
+
+def _check(client: Foreign) -> None:
+    """Refuse a client that would do harm; both kinds of clients know how their connections are made."""
+    pool: Foreign = getattr(client, "connection_pool", client)
+    options: dict[str, Foreign] = pool.connection_kwargs
+    # A cluster's client repeats by itself, others have their connections do it; what they do by default differs.
+    retry = client.retry if hasattr(client, "retry") else pool.connection_class(**options).retry
+    if retry is not None and retry.get_retries():
+        raise ConfigurationError(f"the client repeats commands by itself; {_ONCE}")
+    if options.get("decode_responses"):
+        raise ConfigurationError("the client has decode_responses=True, and payloads are bytes; make one without")
+
+
+class Client:
+    """A client of the library, whose errors are ours."""
+
+    def __init__(self, server: Foreign, *, timeout: timedelta) -> None:
+        if timeout <= timedelta(0):
+            raise ConfigurationError(f"timeout={timeout} must be positive")
+        self._server = server
+        self._timeout = timeout.total_seconds()
+        self.foreign: Foreign
+        self.foreign, self._is_ours = connected(server, timeout=timeout)
+        self.place: str = _place(server)
+
+    async def run(self, name: str, keys: Sequence[str], *arguments: Foreign) -> Foreign:
+        """Run a script: by its digest, and by its text on a server that has not seen it."""
+        wanted = script(name)
+        try:
+            return await self.call(self.foreign.evalsha(wanted.digest, len(keys), *keys, *arguments), asks=True)
+        except redis.exceptions.NoScriptError:
+            return await self.call(self.foreign.eval(wanted.text, len(keys), *keys, *arguments))
+
+    async def call(self, answer: Awaitable[T], *, asks: bool = False) -> T:
+        """Wait for an answer until the deadline.
+
+        Raises:
+            StoreError: There was none, or the server refused.
+        """
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await answer
+        except TimeoutError:
+            raise StoreTimeoutError(f"{self.place} did not answer within {self._timeout:g} s") from None
+        except redis.exceptions.NoScriptError as error:
+            if asks:
+                raise
+            raise self.told(error) from error
+        except (redis.exceptions.RedisError, OSError, EOFError) as error:
+            raise self.told(error) from error
+
+    def told(self, error: BaseException) -> StoreError:
+        """Return our error for one of the library's."""
+        return translated(error, self.place)
+
+    async def close(self) -> None:
+        """Close the connections, if the client was made here."""
+        if self._is_ours:
+            await self.foreign.aclose()
+
+
+def _place(server: Foreign) -> str:
+    if not isinstance(server, str):
+        return "redis"
+    url = urlsplit(server)
+    return f"{url.scheme}://{url.hostname or 'localhost'}:{url.port or 6379}"

@@ -1,0 +1,78 @@
+"""What the errors of Redis mean, by the word that they begin with, and what to do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ...errors import (
+    ReadOnlyStoreError,
+    StoreAuthenticationError,
+    StoreError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+
+__all__ = ["translated"]
+
+#: What the server answers with when it cannot do anything now, or will not let us.
+_KINDS: Final[Mapping[str, type[StoreError]]] = {
+    "LOADING": StoreUnavailableError,
+    "BUSY": StoreUnavailableError,
+    "MASTERDOWN": StoreUnavailableError,
+    "CLUSTERDOWN": StoreUnavailableError,
+    "TRYAGAIN": StoreUnavailableError,
+    "NOREPLICAS": StoreUnavailableError,
+    "MISCONF": StoreUnavailableError,
+    "OOM": StoreUnavailableError,
+    "READONLY": ReadOnlyStoreError,
+    "NOAUTH": StoreAuthenticationError,
+    "WRONGPASS": StoreAuthenticationError,
+    "NOPERM": StoreAuthenticationError,
+}
+_ADVICE: Final[Mapping[str, str]] = {
+    "LOADING": "the server is reading its data; it will answer soon",
+    "BUSY": "a script of somebody's runs for too long; see SCRIPT KILL",
+    "MISCONF": "the server cannot write to its disk; look at its log",
+    "OOM": "the server has no memory left; raise maxmemory, and deliver or purge what is stored",
+    "READONLY": "connect to the primary",
+    "NOPERM": "let the user run EVALSHA, EVAL and the commands of the scripts on the keys of the namespace",
+    "WRONGTYPE": "something else has written to that key; use another table= or namespace=",
+    "CROSSSLOT": "all keys of a namespace must be in one slot",
+}
+
+
+#: What the library calls some of them, leaving out the word.
+_WORDS: Final[Mapping[str, str]] = {
+    "BusyLoadingError": "LOADING",
+    "ClusterDownError": "CLUSTERDOWN",
+    "MasterDownError": "MASTERDOWN",
+    "NoPermissionError": "NOPERM",
+    "OutOfMemoryError": "OOM",
+    "ReadOnlyError": "READONLY",
+    "TryAgainError": "TRYAGAIN",
+}
+
+
+def translated(error: BaseException, place: str) -> StoreError:
+    """Return our error for one of the library's."""
+    words = " ".join(str(error).split())
+    word = _WORDS.get(type(error).__name__) or words.partition(" ")[0].rstrip(":,")
+    kind = _kind(error, word)
+    advice = _ADVICE.get(word, "")
+    if not advice and kind is StoreUnavailableError:
+        advice = "check that the server runs, and its host and port"
+    said = f"{place}: {type(error).__name__}: {words}"
+    return kind(f"{said}; {advice}" if advice else said)
+
+
+def _kind(error: BaseException, word: str) -> type[StoreError]:
+    if word in _KINDS:
+        return _KINDS[word]
+    # By name: Python's and the library's are called alike, and the library is not imported here.
+    names = {base.__name__ for base in type(error).__mro__}
+    if "TimeoutError" in names:
+        return StoreTimeoutError
+    if not names.isdisjoint({"AuthenticationError", "AuthorizationError"}):
+        return StoreAuthenticationError
+    return StoreError if names.isdisjoint({"ConnectionError", "OSError", "EOFError"}) else StoreUnavailableError

@@ -1,0 +1,150 @@
+-- Lease messages to one worker: those whose lease ran out first, then those that are due; or one suspect alone.
+-- ARGV: how many, the lease, the attempts that a message has, after how many of them it is a suspect, whether dead
+-- messages are passed over, the tenant or nothing, the worker, whether suspects come first, where to look on, and the
+-- topics that are left alone.
+-- Answers where to look on if there was too much to look through, and then for each its id, what is stored of it, its
+-- attempts, token, seq and whether it is a suspect.
+local SCANNED, PAGE = 2000, 200
+local limit, lease, max_attempts, suspect_after = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local skips_dead, tenant, worker, is_suspects_turn = ARGV[5] == '1', ARGV[6], ARGV[7], ARGV[8] == '1'
+local since = ARGV[9]
+
+local left_alone = {}
+for number = 10, #ARGV do left_alone[ARGV[number]] = true end
+local names = redis.call('HGETALL', topics)
+local open, is_open = {}, {}
+for number = 1, #names, 2 do
+  if not left_alone[names[number]] then
+    open[#open + 1] = tonumber(names[number + 1])
+    is_open[tonumber(names[number + 1])] = true
+  end
+end
+
+local function is_ours(state)
+  return is_open[state[TOPIC]] and (tenant == '' or state[TENANT] == tenant)
+end
+
+-- Whether a message may be claimed together with others.
+local function is_ready(state)
+  if not is_ours(state) then return false end
+  if state[STATUS] == PENDING then return state[DUE] <= now and state[ATTEMPTS] < max_attempts end
+  return state[STATUS] == LEASED and state[UNTIL] < now and state[ATTEMPTS] < suspect_after
+end
+
+local function is_head(id, state)
+  if state[LANE] == '' then return true end
+  return head(state[LANE]) == id and (skips_dead or not is_held(state))
+end
+
+local chosen, is_chosen = {}, {}
+
+local function choose(id, state, is_suspect)
+  chosen[#chosen + 1] = { id, state, is_suspect and 1 or 0 }
+  is_chosen[id] = true
+end
+
+-- Take a head, and of its key as many of the next as may go with it.
+local function take(id, state)
+  choose(id, state)
+  local lane = state[LANE]
+  if lane == '' then return end
+  local from, stop = by_seq(id, state), lane .. LAST
+  if not skips_dead then
+    stop = redis.call('ZRANGEBYLEX', tombs, '(' .. from, '(' .. stop, 'LIMIT', 0, 1)[1] or stop
+  end
+  while #chosen < limit do
+    local count = math.min(limit - #chosen, PAGE)
+    local followers = redis.call('ZRANGEBYLEX', lanes, '(' .. from, '(' .. stop, 'LIMIT', 0, count)
+    for _, member in ipairs(followers) do
+      local follower = member:sub(#lane + 9)
+      local its = read(follower)
+      if not its or not is_ready(its) then return end
+      choose(follower, its)
+      from = member
+    end
+    if #followers < count then return end
+  end
+end
+
+-- What a worker did not come back for.
+local suspect, suspect_state
+local offset, scanned = 0, 0
+while limit > 0 and #chosen < limit and scanned < SCANNED do
+  local expired = redis.call('ZRANGEBYSCORE', leased, '-inf', '(' .. string.format('%.0f', now), 'LIMIT', offset, PAGE)
+  for _, id in ipairs(expired) do
+    local state = read(id)
+    if not state or state[STATUS] ~= LEASED then
+      redis.call('ZREM', leased, id) -- left behind by something that was cut short
+      redis.call('HINCRBY', counters, 'orphans', 1)
+      offset = offset - 1
+    elseif not is_chosen[id] and #chosen < limit and is_ours(state) and is_head(id, state) then
+      if is_ready(state) then
+        take(id, state)
+      elseif not suspect and state[ATTEMPTS] >= suspect_after and state[ATTEMPTS] < max_attempts then
+        suspect, suspect_state = id, state
+      end
+    end
+  end
+  offset, scanned = offset + #expired, scanned + #expired
+  if #expired < PAGE then break end
+end
+
+-- What is due, of all topics that are open, the oldest first.
+local more = false
+if #chosen < limit and #open > 0 and not (suspect and is_suspects_turn) then
+  local found = {}
+  local room = limit - #chosen
+  local size = tenant == '' and room or math.max(room, PAGE)
+  size = math.max(1, math.min(size, math.ceil(SCANNED / #open)))
+  for _, key in ipairs(skips_dead and { due, held } or { due }) do
+    for _, topic in ipairs(open) do
+      local from = (since == '' and '[' or '(') .. struct.pack('>I2', topic) .. since
+      local to = '(' .. struct.pack('>I2I8', topic, now + 1)
+      local members = redis.call('ZRANGEBYLEX', key, from, to, 'LIMIT', 0, size)
+      for _, member in ipairs(members) do
+        found[#found + 1] = { member:sub(3), member, key }
+      end
+      if #members == size then
+        -- What comes after the last that was looked at is not known, and may be older than what others have.
+        local last = members[size]:sub(3)
+        more = more and more < last and more or last
+      end
+    end
+  end
+  table.sort(found, function(one, other) return one[1] < other[1] end)
+  for _, one in ipairs(found) do
+    local place, member, key = unpack(one)
+    if #chosen >= limit or (more and place > more) then break end
+    local at, id = struct.unpack('>I8', place), place:sub(17)
+    local state = read(id)
+    if not state or state[STATUS] ~= PENDING or state[DUE] ~= at then
+      redis.call('ZREM', key, member) -- left behind by something that was cut short
+      redis.call('HINCRBY', counters, 'orphans', 1)
+    elseif not is_chosen[id] and is_ready(state) then
+      take(id, state)
+    end
+  end
+end
+
+if suspect and limit > 0 and (#chosen == 0 or is_suspects_turn) then
+  chosen = {}
+  choose(suspect, suspect_state, true)
+end
+
+table.sort(chosen, function(one, other) return one[2][SEQ] < other[2][SEQ] end)
+local answer = { #chosen == 0 and more or '' }
+for place, one in ipairs(chosen) do
+  local id, state = one[1], one[2]
+  withdraw(id, state)
+  if state[ATTEMPTS] > 0 then redis.call('ZREM', tried, id) end
+  state[STATUS], state[TOKEN], state[ATTEMPTS] = LEASED, state[TOKEN] + 1, state[ATTEMPTS] + 1
+  -- What is leased together runs out a microsecond apart, and so comes again in its order.
+  state[UNTIL], state[WORKER] = now + lease + place - 1, worker
+  write(id, state)
+  redis.call('ZADD', leased, state[UNTIL], id)
+  local body = redis.call('HGET', entries, id)
+  for _, part in ipairs({ id, body or '', state[ATTEMPTS], state[TOKEN], string.format('%.0f', state[SEQ]), one[3] }) do
+    answer[#answer + 1] = part
+  end
+end
+return answer

@@ -1,0 +1,118 @@
+-- What all scripts have in common; it stands before each of them.
+--
+-- Every key is declared, and all of them share one hash tag, so that a cluster keeps them together. Keys that are
+-- sorted by text hold members that begin with what they are looked up by: numbers in them are big-endian.
+local entries, states, errors = KEYS[1], KEYS[2], KEYS[3] -- by id: what was stored, what became of it, and why
+local due, held, leased = KEYS[4], KEYS[5], KEYS[6] -- heads that may go out, heads behind a dead one, and what is out
+local dead, done = KEYS[7], KEYS[8] -- by the time at which they ended
+local lanes, tombs = KEYS[9], KEYS[10] -- keyed messages in their order: those that wait or are out, and the dead
+local dedupes, topics, counters = KEYS[11], KEYS[12], KEYS[13]
+local tried = KEYS[14] -- by their attempts: what is pending again
+
+-- Writes that came before an error stay, so whatever could fail is found out before the first of them.
+local kinds = {
+  'hash', 'hash', 'hash', 'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'hash', 'hash', 'hash',
+  'zset',
+}
+for number, kind in ipairs(kinds) do
+  local found = redis.call('TYPE', KEYS[number]).ok
+  if found ~= 'none' and found ~= kind then
+    return redis.error_reply('WRONGTYPE ' .. KEYS[number] .. ' is a ' .. found .. ', and should be a ' .. kind)
+  end
+end
+
+-- Only the server's clock counts, in microseconds.
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+
+-- A state is an array, since names would take more room than what they name.
+local STATUS, TOKEN, ATTEMPTS, DUE, UNTIL, CHANGED = 1, 2, 3, 4, 5, 6
+local SEQ, TOPIC, LANE, TENANT, WORKER, DEDUPE = 7, 8, 9, 10, 11, 12
+local PENDING, LEASED, DELIVERED, DEAD = 'p', 'l', 'd', 'x'
+
+local function read(id)
+  local state = redis.call('HGET', states, id)
+  return state and cmsgpack.unpack(state)
+end
+
+local function write(id, state)
+  state[CHANGED] = now
+  redis.call('HSET', states, id, cmsgpack.pack(state))
+end
+
+-- Where a head stands among those of its topic.
+local function by_due(id, state)
+  return struct.pack('>I2I8I8', state[TOPIC], state[DUE], state[SEQ]) .. id
+end
+
+-- Where a message stands among those of its key.
+local function by_seq(id, state)
+  return state[LANE] .. struct.pack('>I8', state[SEQ]) .. id
+end
+
+local LAST = string.rep('\255', 24)
+
+-- The first of a lane that waits or is out.
+local function head(lane)
+  local member = redis.call('ZRANGEBYLEX', lanes, '[' .. lane, '(' .. lane .. LAST, 'LIMIT', 0, 1)[1]
+  return member and member:sub(#lane + 9)
+end
+
+-- Whether a dead message of the lane came before this one.
+local function is_held(state)
+  local before = state[LANE] .. struct.pack('>I8', state[SEQ])
+  return #redis.call('ZRANGEBYLEX', tombs, '[' .. state[LANE], '(' .. before, 'LIMIT', 0, 1) > 0
+end
+
+-- Put a pending message where claims look for it, unless it waits for an earlier one of its key.
+local function offer(id, state)
+  if state[LANE] == '' then
+    redis.call('ZADD', due, 0, by_due(id, state))
+  elseif head(state[LANE]) == id then
+    redis.call('ZADD', is_held(state) and held or due, 0, by_due(id, state))
+  end
+end
+
+-- Take a message away from where claims look for it.
+local function withdraw(id, state)
+  local member = by_due(id, state)
+  redis.call('ZREM', due, member)
+  if state[LANE] ~= '' then redis.call('ZREM', held, member) end
+end
+
+-- Look again at the head of a lane, after something of the lane has ended or come back.
+local function promote(lane)
+  local id = lane ~= '' and head(lane)
+  local state = id and read(id)
+  if state and state[STATUS] == PENDING then
+    withdraw(id, state)
+    offer(id, state)
+  end
+end
+
+-- End what is pending or out: it is dead, and those of its key are held back.
+local function bury(id, state, reason)
+  withdraw(id, state)
+  redis.call('ZREM', leased, id)
+  redis.call('ZREM', tried, id)
+  state[STATUS], state[UNTIL], state[WORKER] = DEAD, 0, ''
+  redis.call('HSET', errors, id, reason)
+  write(id, state)
+  redis.call('ZADD', dead, now, id)
+  if state[LANE] ~= '' then
+    redis.call('ZREM', lanes, by_seq(id, state))
+    redis.call('ZADD', tombs, 0, by_seq(id, state))
+    promote(state[LANE])
+  end
+end
+
+-- Forget a message that has ended; its index entries are gone by then.
+local function forget(id, state)
+  if state[DEDUPE] ~= '' and redis.call('HGET', dedupes, state[DEDUPE]) == id then
+    redis.call('HDEL', dedupes, state[DEDUPE])
+  end
+  redis.call('HDEL', entries, id)
+  redis.call('HDEL', errors, id)
+  redis.call('HDEL', states, id)
+end
+

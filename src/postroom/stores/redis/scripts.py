@@ -1,0 +1,34 @@
+"""The scripts that change a namespace, each in a file of its own beside this one."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from importlib.resources import files
+from typing import NamedTuple
+
+__all__ = ["Script", "composed", "script"]
+
+
+class Script(NamedTuple):
+    """The text of a script, and the digest by which a server that has seen it knows it."""
+
+    text: str
+    digest: str
+
+
+@lru_cache(maxsize=32)
+def script(name: str) -> Script:
+    """Return a script by the name of its file."""
+    return composed(_file(name))
+
+
+def composed(text: str) -> Script:
+    """Return a script with what all of them have in common before it."""
+    whole = f"{_file('common')}\n{text}"
+    return Script(whole, hashlib.sha1(whole.encode(), usedforsecurity=False).hexdigest())
+
+
+@lru_cache(maxsize=32)
+def _file(name: str) -> str:
+    return (files(__name__.rpartition(".")[0]) / "lua" / f"{name}.lua").read_text(encoding="utf-8")

@@ -1,0 +1,206 @@
+"""The store in Redis: entries and sorted sets under one hash tag, every change one script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from ...errors import ConfigurationError, StoreError
+from ...message import DEFAULT_NAMESPACE
+from ...outbox import Outbox
+from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
+from .client import Client
+from .keys import Keys
+from .record import unpacked
+
+__all__ = ["RedisStore"]
+
+WEEK: Final = timedelta(days=7)
+TIMEOUT: Final = timedelta(seconds=10)
+#: How often suspects are asked for first, so that a constant load cannot starve them.
+SUSPECTS_EVERY: Final = 16
+#: A script holds up everybody else's commands, so none does more than this.
+AT_ONCE: Final = 500
+_MICROSECOND: Final = timedelta(microseconds=1)
+_CEILING: Final = Stats.__dataclass_fields__["ceiling"].default
+_OUTCOMES: Final = {Delivered: "d", Retry: "r", Dead: "x", Release: "e"}
+#: What a claim of the script consists of.
+_PARTS: Final = 6
+
+
+class RedisStore:
+    """The messages of one namespace in Redis, or in a server that speaks like it.
+
+    Example:
+        >>> from postroom.stores.redis import RedisStore
+        >>> RedisStore("redis://localhost:6379", namespace="shop")
+        RedisStore(namespace='shop', table='postroom_outbox')
+    """
+
+    def __init__(
+        self,
+        server: Any,  # noqa: ANN401 -- a URL, or a client whose library is an extra
+        *,
+        namespace: str = DEFAULT_NAMESPACE,
+        table: str = "postroom_outbox",
+        keep_delivered: timedelta = WEEK,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        """Set up a store; no connection is made.
+
+        Args:
+            server: A URL that begins with ``redis://``, ``rediss://`` or ``unix://``, or an async client of redis-py's
+                that repeats nothing by itself and answers with bytes.
+            namespace: Whose messages these are; all of them are in one slot of a cluster.
+            table: What all keys begin with.
+            keep_delivered: How long delivered messages stay; zero deletes them at once.
+            timeout: How long one call to the server may take.
+
+        Raises:
+            ConfigurationError: The client repeats commands by itself, or turns bytes into texts.
+        """
+        if keep_delivered < timedelta(0):
+            raise ConfigurationError(f"keep_delivered={keep_delivered} must not be negative")
+        self.namespace = namespace
+        self.features: Features = Features(wakeups=True, requires_transaction=False)
+        self.keep_delivered = keep_delivered
+        self._table = table
+        self._keys = Keys(table, namespace)
+        self._client = Client(server, timeout=timeout)
+        self._is_open = False
+        self._turn = 0
+
+    def __repr__(self) -> str:
+        """Show what is stored where, without the address, which may hold a password."""
+        return f"{type(self).__name__}(namespace={self.namespace!r}, table={self._table!r})"
+
+    async def open(self) -> bool:
+        """Connect; tell whether the store was closed before."""
+        was_closed = not self._is_open
+        await self._client.call(self._client.foreign.ping())
+        self._is_open = True
+        return was_closed
+
+    async def close(self) -> None:
+        """Close all connections; the store can be opened again."""
+        self._is_open = False
+        await self._client.close()
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        """Lease what is due, expired leases first, each key from its head on; or one suspect."""
+        self._turn += 1
+        since = b""
+        while True:
+            since, *parts = await self._run(
+                "claim",
+                min(limit, AT_ONCE),
+                terms.lease // _MICROSECOND,
+                terms.max_attempts,
+                terms.suspect_after,
+                int(terms.on_dead == "skip"),
+                b"" if terms.tenant_id is None else terms.tenant_id.bytes,
+                terms.worker.bytes,
+                int(self._turn % SUSPECTS_EVERY == 0),
+                since,
+                *terms.skip_topics,
+            )
+            if parts or not since:
+                return [self._claimed(*parts[first : first + _PARTS]) for first in range(0, len(parts), _PARTS)]
+
+    def _claimed(self, identity: bytes, body: bytes, attempt: int, token: int, seq: bytes, suspect: int) -> Claim:
+        message, broken = unpacked(
+            UUID(bytes=identity), body, namespace=self.namespace, attempt=attempt, token=token, arrived=int(seq)
+        )
+        return Claim(message, bool(suspect), broken)
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        """Record what became of claims; return those that were lost."""
+        lost: list[Claim] = []
+        for chunk in _chunks(settlements):
+            words = [word for settlement in chunk for word in _words(settlement)]
+            numbers = await self._run("settle", int(bool(self.keep_delivered)), *words)
+            lost += [chunk[number - 1].claim for number in numbers]
+        return lost
+
+    async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
+        """Lease claims anew from now on; return those that were lost."""
+        lost: list[Claim] = []
+        for chunk in _chunks(claims):
+            words = [word for claim in chunk for word in (claim.message.id.bytes, claim.message.token)]
+            numbers = await self._run("extend", lease // _MICROSECOND, *words)
+            lost += [chunk[number - 1] for number in numbers]
+        return lost
+
+    async def sweep(self, terms: ClaimTerms) -> int:
+        """Make messages dead that have no attempt left; return how many."""
+        count: int = await self._run("sweep", terms.max_attempts)
+        return count
+
+    async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
+        """Delete up to ``limit`` messages delivered longer ago; return how many."""
+        count: int = await self._run("purge", older_than // _MICROSECOND, min(limit, AT_ONCE))
+        return count
+
+    async def stats(self) -> Stats:
+        """Tell how many messages are in each state; counting costs nothing here."""
+        *counts, oldest = await self._run("stats")
+        pending, processing, delivered, dead = counts
+        return Stats(
+            pending=pending,
+            processing=processing,
+            delivered=delivered,
+            dead=dead,
+            oldest_due=int(oldest) * _MICROSECOND if oldest else None,
+        )
+
+    async def redrive(self, *identities: UUID) -> int:
+        """Have dead messages tried again from their first attempt on; return how many were dead."""
+        count = 0
+        for chunk in _chunks(identities):
+            count += await self._run("redrive", *(identity.bytes for identity in chunk))
+        return count
+
+    async def repair(self, *, at_once: int = 100) -> int:
+        """Look through all messages, a few at a time, and mend what indexes do not agree with; return how many.
+
+        A result other than zero says that a script failed half way, and is worth a look at the server's log.
+        """
+        mended, cursor = 0, b""
+        while cursor != b"0":
+            cursor, count = await self._run("repair", cursor or 0, at_once)
+            mended += int(count)
+        return mended
+
+    async def listen(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` at every hint of another process until cancelled."""
+        try:
+            async with self._client.foreign.pubsub() as hints:
+                await self._client.call(hints.subscribe(self._keys.channel))
+                wake()  # what was told before is not told again
+                async for hint in hints.listen():
+                    if hint["type"] == "message":
+                        wake()
+        except StoreError:
+            raise
+        except Exception as error:
+            raise self._client.told(error) from error
+
+    def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
+        """Return what adds messages to this store."""
+        return Outbox(namespace=self.namespace, table=self._table, wake=wake)
+
+    async def _run(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 -- whatever the script answers
+        return await self._client.run(name, self._keys.all, *arguments)
+
+
+def _chunks(items: Sequence[Any]) -> list[Sequence[Any]]:
+    return [items[first : first + AT_ONCE] for first in range(0, len(items), AT_ONCE)]
+
+
+def _words(settlement: Settlement) -> tuple[Any, ...]:
+    message, outcome = settlement.claim.message, settlement.outcome
+    delay = outcome.delay or timedelta(0) if isinstance(outcome, Retry | Release) else timedelta(0)
+    error = outcome.error if isinstance(outcome, Retry | Dead) else ""
+    return message.id.bytes, message.token, _OUTCOMES[type(outcome)], delay // _MICROSECOND, error

@@ -1,0 +1,139 @@
+"""Adding messages through the clients and pipelines of redis-py; it is not imported here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any, Final
+from uuid import UUID
+
+from ...errors import ConfigurationError
+from ...inbox import Inbox
+from ...message import Message
+from ...outbox import Added, Addition, Outbox
+from ...writer import Writer
+from .keys import Keys, dedupe_field, lane
+from .record import packed
+from .scripts import script
+
+__all__ = ["AsyncRedisWriter", "RedisWriter", "writer_for"]
+
+# Clients of the library have no type that could be named without importing it.
+Foreign = Any
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+_NO_INBOX: Final = "the inbox of SQL stores is a table; use the one of postroom.stores.redis"
+_AT_ONCE: Final = 500
+
+
+def _calls(additions: Sequence[Addition], outbox: Outbox) -> list[list[Any]]:
+    """Return what to call EVAL with, for messages that are stored together."""
+    keys = _keys(outbox.table, outbox.namespace)
+    text = script("enqueue").text
+    calls: list[list[Any]] = []
+    for first in range(0, len(additions), _AT_ONCE):
+        call: list[Any] = [text, len(keys.all), *keys.all, keys.channel]
+        for addition in additions[first : first + _AT_ONCE]:
+            call += _words(addition)
+        calls.append(call)
+    return calls
+
+
+def _words(addition: Addition) -> tuple[Any, ...]:
+    message, due_at = addition.message, addition.due_at
+    time = addition.delay if due_at is None else due_at - _EPOCH
+    tenant = b"" if message.tenant_id is None else message.tenant_id.bytes
+    is_delay, topic = int(due_at is None), message.topic.encode()
+    body, lead = packed(message), lane(message)
+    return message.id.bytes, body, is_delay, time // _MICROSECOND, topic, lead, tenant, dedupe_field(message)
+
+
+@lru_cache(maxsize=256)
+def _keys(table: str, namespace: str) -> Keys:
+    return Keys(table, namespace)
+
+
+def _added(answers: Sequence[bytes | str]) -> list[Added]:
+    texts = [answer if isinstance(answer, str) else answer.decode() for answer in answers]
+    return [Added(UUID(text[1:]), added=text[0] == "1") for text in texts]
+
+
+def _is_queueing(connection: Foreign) -> bool:
+    """Tell whether a connection is a pipeline, which answers later."""
+    return any(base.__name__ in {"Pipeline", "ClusterPipeline"} for base in type(connection).__mro__)
+
+
+class _NoInbox:
+    """Refuses what only tables can do."""
+
+    def admit(self, connection: Foreign, inbox: Inbox, message: Message) -> bool:
+        raise ConfigurationError(_NO_INBOX)
+
+    def has(self, connection: Foreign, inbox: Inbox, message: Message) -> bool:
+        raise ConfigurationError(_NO_INBOX)
+
+    def purge_inbox(self, connection: Foreign, inbox: Inbox, limit: int) -> int:
+        raise ConfigurationError(_NO_INBOX)
+
+    def bury(self, connection: Foreign, inbox: Inbox, message: Message, error: str) -> None:
+        raise ConfigurationError(_NO_INBOX)
+
+
+class RedisWriter(_NoInbox):
+    """A client or pipeline whose calls return at once."""
+
+    def write(
+        self, connection: Foreign, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
+    ) -> list[Added]:
+        """Store messages with one script; in a pipeline, when it is executed."""
+        answers: list[bytes | str] = []
+        is_queueing = _is_queueing(connection)
+        for call in _calls(additions, outbox):
+            answer = connection.eval(*call)
+            answers += [] if is_queueing else answer
+        if is_queueing:
+            return _hoped(additions)
+        _wake(outbox, additions)
+        return _added(answers)
+
+
+class AsyncRedisWriter(_NoInbox):
+    """A client or pipeline whose calls are awaited."""
+
+    async def write(
+        self, connection: Foreign, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
+    ) -> list[Added]:
+        """Store messages with one script; in a pipeline, when it is executed."""
+        answers: list[bytes | str] = []
+        is_queueing = _is_queueing(connection)
+        for call in _calls(additions, outbox):
+            answer = connection.eval(*call)
+            if not is_queueing:
+                answers += await answer
+            elif asyncio.iscoroutine(answer):
+                await answer
+        if is_queueing:
+            return _hoped(additions)
+        _wake(outbox, additions)
+        return _added(answers)
+
+
+def _hoped(additions: Sequence[Addition]) -> list[Added]:
+    """Say of messages that a pipeline holds that they are new: what is there will be known when it is executed."""
+    return [Added(addition.message.id, added=True) for addition in additions]
+
+
+def _wake(outbox: Outbox, additions: Sequence[Addition]) -> None:
+    if outbox.wake is not None and additions:
+        outbox.wake()
+
+
+def writer_for(connection: object) -> Writer | None:
+    """Return what writes through a client or pipeline of redis-py, None for anything else."""
+    if not hasattr(connection, "eval"):
+        return None
+    is_async = any(".asyncio" in base.__module__ for base in type(connection).__mro__)
+    return AsyncRedisWriter() if is_async else RedisWriter()
