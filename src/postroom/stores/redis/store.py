@@ -135,13 +135,21 @@ class RedisStore:
 
     async def sweep(self, terms: ClaimTerms) -> int:
         """Make messages dead that have no attempt left; return how many."""
-        count: int = await self._run("sweep", terms.max_attempts)
-        return count
+        total = 0
+        while count := await self._run("sweep", terms.max_attempts):
+            total += count
+        return total
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         """Delete up to ``limit`` messages delivered longer ago; return how many."""
-        count: int = await self._run("purge", older_than // _MICROSECOND, min(limit, AT_ONCE))
-        return count
+        total = 0
+        while total < limit:
+            wanted = min(limit - total, AT_ONCE)
+            count = await self._run("purge", older_than // _MICROSECOND, wanted)
+            total += count
+            if count < wanted:
+                break
+        return total
 
     async def stats(self) -> Stats:
         """Tell how many messages are in each state; counting costs nothing here."""

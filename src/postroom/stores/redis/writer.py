@@ -56,9 +56,12 @@ def _keys(table: str, namespace: str) -> Keys:
     return Keys(table, namespace)
 
 
-def _added(answers: Sequence[bytes | str]) -> list[Added]:
+def _added(additions: Sequence[Addition], answers: Sequence[bytes | str]) -> list[Added]:
     texts = [answer if isinstance(answer, str) else answer.decode() for answer in answers]
-    return [Added(UUID(text[1:]), added=text[0] == "1") for text in texts]
+    return [
+        Added(addition.message.id, added=True) if text == "1" else Added(UUID(text), added=False)
+        for addition, text in zip(additions, texts, strict=True)
+    ]
 
 
 def _is_queueing(connection: Foreign) -> bool:
@@ -97,7 +100,7 @@ class RedisWriter(_NoInbox):
         if is_queueing:
             return _hoped(additions)
         _wake(outbox, additions)
-        return _added(answers)
+        return _added(additions, answers)
 
 
 class AsyncRedisWriter(_NoInbox):
@@ -118,7 +121,7 @@ class AsyncRedisWriter(_NoInbox):
         if is_queueing:
             return _hoped(additions)
         _wake(outbox, additions)
-        return _added(answers)
+        return _added(additions, answers)
 
 
 def _hoped(additions: Sequence[Addition]) -> list[Added]:

@@ -112,11 +112,16 @@ if #chosen < limit and #open > 0 and not (suspect and is_suspects_turn) then
     end
   end
   table.sort(found, function(one, other) return one[1] < other[1] end)
-  for _, one in ipairs(found) do
-    local place, member, key = unpack(one)
-    if #chosen >= limit or (more and place > more) then break end
-    local at, id = struct.unpack('>I8', place), place:sub(17)
-    local state = read(id)
+  local ids = {}
+  for place, one in ipairs(found) do
+    if more and one[1] > more then break end
+    ids[place] = one[1]:sub(17)
+  end
+  local read_at_once = #ids > 0 and redis.call('HMGET', states, unpack(ids)) or {}
+  for place, id in ipairs(ids) do
+    if #chosen >= limit then break end
+    local at, member, key = struct.unpack('>I8', found[place][1]), found[place][2], found[place][3]
+    local state = read_at_once[place] and cmsgpack.unpack(read_at_once[place])
     if not state or state[STATUS] ~= PENDING or state[DUE] ~= at then
       redis.call('ZREM', key, member) -- left behind by something that was cut short
       redis.call('HINCRBY', counters, 'orphans', 1)
@@ -133,18 +138,26 @@ end
 
 table.sort(chosen, function(one, other) return one[2][SEQ] < other[2][SEQ] end)
 local answer = { #chosen == 0 and more or '' }
+if #chosen == 0 then return answer end
+
+local ids = {}
+for place, one in ipairs(chosen) do ids[place] = one[1] end
+local bodies = redis.call('HMGET', entries, unpack(ids))
 for place, one in ipairs(chosen) do
   local id, state = one[1], one[2]
-  withdraw(id, state)
-  if state[ATTEMPTS] > 0 then redis.call('ZREM', tried, id) end
+  if state[STATUS] == PENDING then
+    later('ZREM', due, by_due(id, state))
+    if state[LANE] ~= '' then later('ZREM', held, by_due(id, state)) end
+    if state[ATTEMPTS] > 0 then later('ZREM', tried, id) end
+  end
   state[STATUS], state[TOKEN], state[ATTEMPTS] = LEASED, state[TOKEN] + 1, state[ATTEMPTS] + 1
   -- What is leased together runs out a microsecond apart, and so comes again in its order.
-  state[UNTIL], state[WORKER] = now + lease + place - 1, worker
-  write(id, state)
-  redis.call('ZADD', leased, state[UNTIL], id)
-  local body = redis.call('HGET', entries, id)
-  for _, part in ipairs({ id, body or '', state[ATTEMPTS], state[TOKEN], string.format('%.0f', state[SEQ]), one[3] }) do
-    answer[#answer + 1] = part
-  end
+  state[UNTIL], state[WORKER], state[CHANGED] = now + lease + place - 1, worker, now
+  later('HSET', states, id, cmsgpack.pack(state))
+  later('ZADD', leased, string.format('%.0f', state[UNTIL]), id)
+  for _, part in ipairs({ id, bodies[place] or '', state[ATTEMPTS], state[TOKEN] }) do answer[#answer + 1] = part end
+  answer[#answer + 1] = string.format('%.0f', state[SEQ])
+  answer[#answer + 1] = one[3]
 end
+flush()
 return answer

@@ -40,6 +40,32 @@ local function write(id, state)
   redis.call('HSET', states, id, cmsgpack.pack(state))
 end
 
+-- Most messages have no key, and so nothing to do with each other: what is to be written of them can wait until the
+-- end of a script, where one command takes many. A call for each would take most of a script's time.
+local waiting, order = {}, {}
+
+local function later(command, key, member, value)
+  local list = waiting[command .. key]
+  if not list then
+    list = { command, key }
+    waiting[command .. key] = list
+    order[#order + 1] = list
+  end
+  list[#list + 1] = member
+  if value then list[#list + 1] = value end
+end
+
+local function flush()
+  local SIZE = 1000
+  local lists = order
+  waiting, order = {}, {}
+  for _, list in ipairs(lists) do
+    for first = 3, #list, SIZE do
+      redis.call(list[1], list[2], unpack(list, first, math.min(first + SIZE - 1, #list)))
+    end
+  end
+end
+
 -- Where a head stands among those of its topic.
 local function by_due(id, state)
   return struct.pack('>I2I8I8', state[TOPIC], state[DUE], state[SEQ]) .. id
@@ -106,13 +132,13 @@ local function bury(id, state, reason)
   end
 end
 
--- Forget a message that has ended; its index entries are gone by then.
+-- Forget a message that has ended; its index entries are gone by then, or on their way.
 local function forget(id, state)
   if state[DEDUPE] ~= '' and redis.call('HGET', dedupes, state[DEDUPE]) == id then
-    redis.call('HDEL', dedupes, state[DEDUPE])
+    later('HDEL', dedupes, state[DEDUPE])
   end
-  redis.call('HDEL', entries, id)
-  redis.call('HDEL', errors, id)
-  redis.call('HDEL', states, id)
+  if state[ATTEMPTS] > 1 then later('HDEL', errors, id) end
+  later('HDEL', entries, id)
+  later('HDEL', states, id)
 end
 

@@ -4,7 +4,8 @@ local latest = string.format('%.0f', now - ARGV[1])
 local ids = redis.call('ZRANGEBYSCORE', done, '-inf', latest, 'LIMIT', 0, ARGV[2])
 for _, id in ipairs(ids) do
   local state = read(id)
-  redis.call('ZREM', done, id)
+  later('ZREM', done, id)
   if state and state[STATUS] == DELIVERED then forget(id, state) end
 end
+flush()
 return #ids

@@ -12,6 +12,7 @@ for _, id in ipairs(ARGV) do
     state[STATUS], state[ATTEMPTS], state[DUE] = PENDING, 0, now
     write(id, state)
     redis.call('ZREM', dead, id)
+    redis.call('HDEL', errors, id)
     if lane ~= '' then
       redis.call('ZREM', tombs, by_seq(id, state))
       redis.call('ZADD', lanes, 0, by_seq(id, state))

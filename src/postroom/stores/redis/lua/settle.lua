@@ -3,56 +3,77 @@
 -- r to be tried again, x dead, e given back), after which delay, and the error.
 -- Answers the numbers of the claims that were lost, about which nothing was recorded; the first is 1.
 local AFTER = { d = DELIVERED, r = PENDING, x = DEAD, e = PENDING }
+local SIZE = 5
 local keeps, lost = ARGV[1] == '1', {}
 
 local function deliver(id, state)
-  withdraw(id, state)
-  redis.call('ZREM', leased, id)
-  redis.call('ZREM', dead, id)
   local lane = state[LANE]
+  later('ZREM', state[STATUS] == DEAD and dead or leased, id)
   if keeps then
-    redis.call('HDEL', errors, id)
-    state[STATUS], state[UNTIL], state[WORKER] = DELIVERED, 0, ''
-    write(id, state)
-    redis.call('ZADD', done, now, id)
+    if state[ATTEMPTS] > 1 or state[STATUS] == DEAD then later('HDEL', errors, id) end
+    state[STATUS], state[UNTIL], state[WORKER], state[CHANGED] = DELIVERED, 0, '', now
+    later('HSET', states, id, cmsgpack.pack(state))
+    later('ZADD', done, string.format('%.0f', now), id)
   end
   if lane ~= '' then
     redis.call('ZREM', lanes, by_seq(id, state))
     redis.call('ZREM', tombs, by_seq(id, state))
+    promote(lane)
   end
   if not keeps then forget(id, state) end
-  promote(lane)
 end
 
-for first = 2, #ARGV, 5 do
-  local id, token, outcome, delay, reason = unpack(ARGV, first, first + 4)
-  local state = read(id)
-  if not state then
-    -- Only delivered messages are ever deleted.
-    if outcome ~= 'd' then lost[#lost + 1] = (first - 2) / 5 + 1 end
-  elseif state[TOKEN] ~= tonumber(token) then
-    lost[#lost + 1] = (first - 2) / 5 + 1
-  elseif state[STATUS] ~= LEASED and not (state[STATUS] == DEAD and outcome == 'd') then
-    -- It was settled before: in this way, which is no loss, or in another.
-    if state[STATUS] ~= AFTER[outcome] then lost[#lost + 1] = (first - 2) / 5 + 1 end
-  elseif outcome == 'd' then
+-- Have a message pending again.
+local function give_back(id, state)
+  if state[ATTEMPTS] > 0 then later('ZADD', tried, state[ATTEMPTS], id) end
+  state[STATUS], state[UNTIL], state[WORKER], state[CHANGED] = PENDING, 0, '', now
+  if state[LANE] == '' then
+    later('HSET', states, id, cmsgpack.pack(state))
+    later('ZADD', due, 0, by_due(id, state))
+  else
+    write(id, state)
+    offer(id, state)
+  end
+  later('ZREM', leased, id)
+end
+
+-- Settle one claim; tell whether it was still this one's to settle.
+local function settle(id, state, token, outcome, delay, reason)
+  if not state then return outcome == 'd' end -- only delivered messages are ever deleted
+  if state[TOKEN] ~= token then return false end
+  if state[STATUS] ~= LEASED and not (state[STATUS] == DEAD and outcome == 'd') then
+    return state[STATUS] == AFTER[outcome] -- it was settled before: in this way, which is no loss, or in another
+  end
+  if outcome == 'd' then
     deliver(id, state)
   elseif outcome == 'x' then
     bury(id, state, reason)
+  elseif outcome == 'r' then
+    later('HSET', errors, id, reason)
+    state[DUE] = now + delay
+    give_back(id, state)
   else
-    local wait = tonumber(delay)
-    if outcome == 'r' then
-      redis.call('HSET', errors, id, reason)
-      state[DUE] = now + wait
-    else
-      state[ATTEMPTS] = state[ATTEMPTS] - 1
-      if wait > 0 then state[DUE] = now + wait end
-    end
-    redis.call('ZREM', leased, id)
-    state[STATUS], state[UNTIL], state[WORKER] = PENDING, 0, ''
-    write(id, state)
-    if state[ATTEMPTS] > 0 then redis.call('ZADD', tried, state[ATTEMPTS], id) end
-    offer(id, state)
+    state[ATTEMPTS] = state[ATTEMPTS] - 1
+    if delay > 0 then state[DUE] = now + delay end
+    give_back(id, state)
   end
+  return true
 end
+
+local ids, settled = {}, {}
+for first = 2, #ARGV, SIZE do ids[#ids + 1] = ARGV[first] end
+if #ids == 0 then return lost end
+local found = redis.call('HMGET', states, unpack(ids))
+for place, id in ipairs(ids) do
+  local _, token, outcome, delay, reason = unpack(ARGV, (place - 1) * SIZE + 2, place * SIZE + 1)
+  -- One that was settled in this call already, or that an earlier one of its key has moved, is read anew.
+  local state = found[place] and cmsgpack.unpack(found[place])
+  if settled[id] or (state and state[LANE] ~= '') then
+    flush()
+    state = read(id)
+  end
+  settled[id] = true
+  if not settle(id, state, tonumber(token), outcome, tonumber(delay), reason) then lost[#lost + 1] = place end
+end
+flush()
 return lost
