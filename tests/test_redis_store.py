@@ -20,7 +20,7 @@ from redis.asyncio.retry import Retry as ClientRetry
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 
-from postroom import Dispatcher, Message, Outbox
+from postroom import Dispatcher, Message, Outbox, upkeep
 from postroom.brokers import MemoryBroker
 from postroom.errors import (
     ConfigurationError,
@@ -31,6 +31,7 @@ from postroom.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from postroom.events import Event, MessagesDelivered, Repaired
 from postroom.outbox import Added
 from postroom.store import Claim, ClaimTerms, Dead, Delivered, Outcome, Release, Retry, Settlement
 from postroom.stores.redis import RedisStore
@@ -391,6 +392,22 @@ async def test_repair_mends_an_index_that_was_lost(shop: Shop, name: str) -> Non
 
     assert await _seen(shop) == before
     assert await shop.store.repair() == 0
+
+
+async def test_a_dispatcher_has_its_store_repaired(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3-07: by itself, and tells if there was anything to mend."""
+    monkeypatch.setattr(upkeep, "HOUR", SECOND / 50)
+    told: list[Event] = []
+    await shop.add(message(1))
+    await shop.client.delete(shop.key("due"))
+    dispatcher = Dispatcher(shop.store, MemoryBroker(), listener=told.append)
+    running = asyncio.create_task(dispatcher.run())
+
+    await until(lambda: MessagesDelivered(1) in told, "the delivery of what was lost")
+    await dispatcher.stop()
+    await running
+
+    assert [event for event in told if isinstance(event, Repaired)] == [Repaired(1)]
 
 
 async def _seen(shop: Shop) -> dict[str, list[Any]]:

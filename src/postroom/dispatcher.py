@@ -28,7 +28,7 @@ from .message import Message
 from .patience import call_in, persist
 from .retry import Backoff, Delay, guarded
 from .store import Claim, ClaimTerms, Dead, OnDead, Outcome, Release, Retry, Settlement, Store
-from .upkeep import purge_forever, sweep_forever
+from .upkeep import purge_forever, repair_forever, sweep_forever
 from .verdict import Verdict, judge
 
 __all__ = ["Dispatcher"]
@@ -187,6 +187,7 @@ class Dispatcher:
                         self._custody.renew_forever(),
                         sweep_forever(self._store, self._terms, self._tell, every=self._sweep_interval),
                         purge_forever(self._store, self._tell, every=self._cleanup_interval),
+                        repair_forever(self._store, self._tell),
                         persist("listen", lambda: self._store.listen(self.wake), self._tell, deadline=None),
                     )
                 ]

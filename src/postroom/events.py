@@ -29,6 +29,7 @@ __all__ = [
     "MessagesDelivered",
     "MessagesReleased",
     "Purged",
+    "Repaired",
     "Retried",
     "Started",
     "Stopped",
@@ -181,6 +182,15 @@ class Swept(Event):
 
     level = logging.ERROR
     text = "messages ran out of attempts and are dead"
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired(Event):
+    """A store found indexes that did not agree with its messages, and mended them; that should never happen."""
+
+    level = logging.ERROR
+    text = "the store mended indexes that a failed script had left behind"
     count: int
 
 

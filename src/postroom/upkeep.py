@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from functools import partial
 
@@ -11,9 +12,10 @@ from . import events
 from .patience import persist
 from .store import ClaimTerms, Store
 
-__all__ = ["purge_forever", "sweep_forever"]
+__all__ = ["purge_forever", "repair_forever", "sweep_forever"]
 
 CHUNK = 1000
+HOUR = timedelta(hours=1)
 
 
 async def sweep_forever(store: Store, terms: ClaimTerms, tell: events.Listener, *, every: timedelta) -> None:
@@ -37,6 +39,16 @@ async def purge_forever(store: Store, tell: events.Listener, *, every: timedelta
             await asyncio.sleep(0.01)
         if total:
             tell(events.Purged(total))
+
+
+async def repair_forever(store: object, tell: events.Listener) -> None:
+    """Have a store mended whose indexes can part from its messages; return at once if it has nothing to mend."""
+    repair: Callable[[], Awaitable[int]] | None = getattr(store, "repair", None)
+    while repair is not None:
+        await _rest(HOUR)
+        mended = await persist("repair", repair, tell, deadline=None)
+        if mended:
+            tell(events.Repaired(mended))
 
 
 async def _rest(length: timedelta) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -23,6 +24,8 @@ TIMEOUT: Final = timedelta(seconds=10)
 SUSPECTS_EVERY: Final = 16
 #: A script holds up everybody else's commands, so none does more than this.
 AT_ONCE: Final = 500
+#: How many seconds repair leaves the server to others after each look.
+_PAUSE: Final = 0.005
 _MICROSECOND: Final = timedelta(microseconds=1)
 _CEILING: Final = Stats.__dataclass_fields__["ceiling"].default
 _OUTCOMES: Final = {Delivered: "d", Retry: "r", Dead: "x", Release: "e"}
@@ -179,6 +182,7 @@ class RedisStore:
         while cursor != b"0":
             cursor, count = await self._run("repair", cursor or 0, at_once)
             mended += int(count)
+            await asyncio.sleep(_PAUSE)
         return mended
 
     async def listen(self, wake: Callable[[], None]) -> None:

@@ -58,5 +58,6 @@ for first = 2, #ARGV, SIZE do
   seq = seq + 1
 end
 flush()
-if next(is_new) and ARGV[1] ~= '' then redis.call('PUBLISH', ARGV[1], '') end
+-- A hint: who may not publish has stored its messages all the same.
+if next(is_new) and ARGV[1] ~= '' then redis.pcall('PUBLISH', ARGV[1], '') end
 return answers
