@@ -431,6 +431,24 @@ async def test_members_without_an_entry_are_dropped_and_counted(shop: Shop) -> N
     assert await shop.client.hget(shop.key("counters"), "orphans") == b"1"
 
 
+@pytest.mark.parametrize("keep", [timedelta(0), timedelta(days=1)], ids=["nothing kept", "purged"])
+async def test_what_was_delivered_leaves_nothing_behind(valkey_server: ValkeyClient, keep: timedelta) -> None:
+    """S3-29: neither indexes nor errors nor dedupe keys."""
+    shop = Shop(valkey_server.dsn, keep_delivered=keep)
+    await shop.add(*(message(n, key=key, dedupe_key=f"{n}-{key}") for n in range(3) for key in (None, "a", "b")))
+    for outcome in (Retry("no"), Dead("never"), Release()):
+        claims = await shop.store.claim(100, TERMS)
+        await shop.store.settle([Settlement(claim, outcome) for claim in claims[:3]])
+        await shop.store.settle([Settlement(claim, Release()) for claim in claims[3:]])
+        await shop.store.redrive(*(claim.message.id for claim in claims))
+    await shop.deliver_all()
+    await shop.store.purge(older_than=timedelta(0))
+
+    left = set(await shop.client.keys(f"{shop.table}*"))
+    assert left == {shop.key("counters").encode(), shop.key("topics").encode()}
+    await shop.close()
+
+
 # -- dead messages that are tried again ----------------------------------------------------------------------------
 
 
