@@ -371,6 +371,10 @@ async def _settled(shop: Shop) -> None:
     outcomes: list[Outcome] = [Delivered(), Retry("later", MINUTE), Dead("never"), Release()]
     settlements = [Settlement(claim, outcomes[n % 4]) for n, claim in enumerate(claims[:8])]
     await shop.store.settle(settlements)
+    # Some of those that failed are out again.
+    again = await shop.store.claim(3, TERMS)
+    await shop.store.settle([Settlement(claim, Retry("again")) for claim in again])
+    await shop.store.claim(2, TERMS)
 
 
 async def test_repair_finds_nothing_to_mend_after_whole_scripts(shop: Shop) -> None:
@@ -507,6 +511,32 @@ async def test_topics_that_are_down_hide_nothing_of_the_others(shop: Shop) -> No
     claims = await shop.store.claim(10, ClaimTerms(worker=uuid4(), skip_topics=("down",)))
 
     assert [claim.message.topic for claim in claims] == ["up"]
+
+
+async def test_one_message_that_is_added_twice_in_one_call_is_there_once(shop: Shop) -> None:
+    """S3-12, G5: with a key and without."""
+    loose, keyed = message(1), message(2, key="a")
+
+    added = await shop.add(loose, loose, keyed, keyed)
+
+    assert added == [(loose.id, True), (loose.id, False), (keyed.id, True), (keyed.id, False)]
+    assert [one.payload for one in await shop.deliver_all()] == [b"1", b"2"]
+    assert await shop.deliver_all() == []
+    assert await shop.store.repair() == 0
+
+
+@pytest.mark.parametrize("key", [None, "a"])
+async def test_of_two_words_about_one_claim_in_one_call_the_first_counts(shop: Shop, key: str | None) -> None:
+    """S3-14, S3-15: the second is lost, unless it says the same."""
+    await shop.add(message(1, key=key))
+    [claim] = await shop.store.claim(1, TERMS)
+
+    words = [Settlement(claim, Retry("no")), Settlement(claim, Delivered()), Settlement(claim, Retry("no"))]
+    lost = await shop.store.settle(words)
+
+    assert lost == [claim]
+    assert (await shop.store.stats()).pending == 1
+    assert await shop.store.repair() == 0
 
 
 async def test_more_than_one_script_takes_is_settled_all_the_same(shop: Shop) -> None:

@@ -66,9 +66,8 @@ if #ids == 0 then return lost end
 local found = redis.call('HMGET', states, unpack(ids))
 for place, id in ipairs(ids) do
   local _, token, outcome, delay, reason = unpack(ARGV, (place - 1) * SIZE + 2, place * SIZE + 1)
-  -- One that was settled in this call already, or that an earlier one of its key has moved, is read anew.
   local state = found[place] and cmsgpack.unpack(found[place])
-  if settled[id] or (state and state[LANE] ~= '') then
+  if settled[id] then -- in this very call, so that it is read anew
     flush()
     state = read(id)
   end
