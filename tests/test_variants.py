@@ -117,6 +117,7 @@ CAUGHT: Final[Mapping[str, Instrument]] = {
     "duplicate_not_recognised": Chaos("C7"),
     "plain_insert_inbox": Scripted("a_duplicate_is_acknowledged_and_has_no_effect"),
     "inbox_outside_the_transaction": Scripted("a_message_whose_handler_failed_is_handled_when_it_comes_again"),
+    "mark_with_begin_not_looked_at": Scripted("a_duplicate_is_acknowledged_and_has_no_effect"),
     "swallowed_error_is_acked": Scripted("a_message_whose_handler_swallowed_an_error_is_not_acknowledged"),
     "consumer_name_shared": Scripted("two_consumers_of_a_message_each_have_its_effect", "sqlite"),
     "unknown_commit_is_acked": Scripted("a_message_whose_commit_got_no_answer_is_not_acknowledged"),

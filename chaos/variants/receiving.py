@@ -21,6 +21,15 @@ from .registry import ASYNCPG, Patched, reword, variant
 __all__: list[str] = []
 
 
+def _mark_apart() -> None:
+    """Have the inbox mark with a statement of its own, which the variants below break."""
+
+    def open_for(self: TransactionMiddleware, inbox: Inbox) -> None:
+        """Mark nothing along with BEGIN."""
+
+    setattr(TransactionMiddleware, "open_for", open_for)
+
+
 @variant("A message is acknowledged when its handler has returned, before its transaction is committed.")
 def ack_before_commit() -> None:
     sound = OutboxMiddleware.__call__
@@ -35,6 +44,7 @@ def ack_before_commit() -> None:
 
 @variant("The inbox does not look whether a message was there before.")
 def duplicate_not_recognised() -> None:
+    _mark_apart()
     sound = Inbox.admit
 
     async def admit(self: Inbox, transaction: Transaction, message: Message) -> bool:
@@ -50,6 +60,7 @@ def duplicate_not_recognised() -> None:
 
 @variant("A duplicate is found by an INSERT that fails, after which PostgreSQL commits nothing.", stores=ASYNCPG)
 def plain_insert_inbox() -> None:
+    _mark_apart()
     reword({r"ON CONFLICT DO NOTHING": ""}, only=r"INTO \{inbox\} ")
     sound = Inbox.admit
 
@@ -69,6 +80,7 @@ def plain_insert_inbox() -> None:
     stores=("postgres", "mariadb"),
 )
 def inbox_outside_the_transaction() -> None:
+    _mark_apart()
     sound = Inbox.admit
 
     async def admit(self: Inbox, transaction: Transaction, message: Message) -> bool:
@@ -76,6 +88,17 @@ def inbox_outside_the_transaction() -> None:
             return await sound(self, other, message)
 
     setattr(Inbox, "admit", admit)
+
+
+@variant("What BEGIN brings along is not asked whether the message was marked before.", stores=ASYNCPG)
+def mark_with_begin_not_looked_at() -> None:
+    sound = network.AsyncpgLink.begin
+
+    async def begin(self: Patched) -> None:
+        await sound(self)
+        self.is_admitted = self.opening is not None or None
+
+    setattr(network.AsyncpgLink, "begin", begin)
 
 
 @variant("That COMMIT was answered with ROLLBACK, since an error was swallowed before, is not noticed.", stores=ASYNCPG)
