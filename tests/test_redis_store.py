@@ -463,8 +463,10 @@ async def test_a_dead_message_that_is_redriven_goes_before_those_it_held_back(sh
     await shop.store.settle([Settlement(dead, Dead("never"))])
     blocked = [one.payload for one in await shop.deliver_all()]
 
+    assert (await shop.store.stats()).oldest_due is not None  # although it is held back
     assert await shop.store.redrive(dead.message.id, uuid4()) == 1
     assert await shop.store.redrive(dead.message.id) == 0
+    assert await shop.store.repair() == 0
     [one, two] = await shop.store.claim(10, TERMS)
 
     assert blocked == [b"3"]
@@ -522,6 +524,27 @@ async def test_one_message_that_is_added_twice_in_one_call_is_there_once(shop: S
     assert added == [(loose.id, True), (loose.id, False), (keyed.id, True), (keyed.id, False)]
     assert [one.payload for one in await shop.deliver_all()] == [b"1", b"2"]
     assert await shop.deliver_all() == []
+    assert await shop.store.repair() == 0
+
+
+async def test_two_calls_of_one_moment_keep_their_order(shop: Shop) -> None:
+    """S2-31, G6: places in the order of arrival are never given twice, however many came at once before."""
+    async with shop.client.pipeline(transaction=True) as pipeline:
+        await shop.outbox.add(pipeline, [message(n, key="a") for n in range(400)])
+        await shop.outbox.add(pipeline, message(400, key="a"))
+        await pipeline.execute()
+
+    claims = await shop.store.claim(500, TERMS)
+
+    assert [int(claim.message.payload) for claim in claims] == list(range(401))
+
+
+async def test_a_lease_that_was_renewed_is_indexed_as_it_is(shop: Shop) -> None:
+    """S3-07: nothing is left for repair."""
+    await shop.add(message(1))
+    claims = await shop.store.claim(1, TERMS)
+    await shop.store.extend(claims, 10 * MINUTE)
+
     assert await shop.store.repair() == 0
 
 
