@@ -247,7 +247,7 @@ async def test_a_claim_whose_answer_was_lost_is_neither_lost_nor_doubled(valkey_
     """G2, S3-15: it comes again when the lease ran out; an answer to a settlement can be asked for again."""
     url = urlsplit(valkey_server.dsn)
     async with FaultProxy(url.hostname or "", url.port or 0) as proxy:
-        shop = Shop(f"redis://127.0.0.1:{proxy.port}", timeout=SECOND)
+        shop = Shop(f"redis://127.0.0.1:{proxy.port}")
         shop.client = client_of(valkey_server.dsn)
         await shop.store.open()
         await shop.add(message(1))
@@ -335,7 +335,7 @@ async def test_a_replica_is_told_from_the_primary(private_valkey: ValkeyServer, 
 
 async def test_a_server_that_is_away_is_told_and_found_again(private_valkey: ValkeyServer) -> None:
     """S3-29, G4: what was stored is there after a crash of the server."""
-    shop = Shop(private_valkey.dsn, timeout=2 * SECOND)
+    shop = Shop(private_valkey.dsn)
     await shop.add(message(1))
     await shop.client.waitaof(1, 0, 5000)
     private_valkey.kill9()
@@ -349,11 +349,11 @@ async def test_a_server_that_is_away_is_told_and_found_again(private_valkey: Val
 
 async def test_a_server_that_hangs_is_given_up(private_valkey: ValkeyServer) -> None:
     """G13: no call waits for longer than it may."""
-    shop = Shop(private_valkey.dsn, timeout=timedelta(milliseconds=300))
+    shop = Shop(private_valkey.dsn, timeout=2 * SECOND)
     await shop.store.open()
     private_valkey.pause()
     try:
-        with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+        with pytest.raises(StoreTimeoutError, match="did not answer within 2 s"):
             await shop.store.stats()
     finally:
         private_valkey.resume()

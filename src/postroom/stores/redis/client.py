@@ -98,7 +98,8 @@ class Client:
             if asks:
                 raise
             raise self.told(error) from error
-        except (redis.exceptions.RedisError, OSError, EOFError) as error:
+        # A cluster that cannot be reached is told by an error that is none of the library's other ones.
+        except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, EOFError) as error:
             raise self.told(error) from error
 
     def told(self, error: BaseException) -> StoreError:

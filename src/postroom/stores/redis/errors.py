@@ -30,6 +30,8 @@ _KINDS: Final[Mapping[str, type[StoreError]]] = {
     "WRONGPASS": StoreAuthenticationError,
     "NOPERM": StoreAuthenticationError,
 }
+#: What tells that there is no connection; by name, since Python's and the library's are called alike.
+_LOST: Final = frozenset({"ConnectionError", "OSError", "EOFError", "RedisClusterException"})
 _ADVICE: Final[Mapping[str, str]] = {
     "LOADING": "the server is reading its data; it will answer soon",
     "BUSY": "a script of somebody's runs for too long; see SCRIPT KILL",
@@ -69,10 +71,9 @@ def translated(error: BaseException, place: str) -> StoreError:
 def _kind(error: BaseException, word: str) -> type[StoreError]:
     if word in _KINDS:
         return _KINDS[word]
-    # By name: Python's and the library's are called alike, and the library is not imported here.
     names = {base.__name__ for base in type(error).__mro__}
     if "TimeoutError" in names:
         return StoreTimeoutError
     if not names.isdisjoint({"AuthenticationError", "AuthorizationError"}):
         return StoreAuthenticationError
-    return StoreError if names.isdisjoint({"ConnectionError", "OSError", "EOFError"}) else StoreUnavailableError
+    return StoreError if names.isdisjoint(_LOST) else StoreUnavailableError
