@@ -407,7 +407,7 @@ async def test_a_dispatcher_has_its_store_repaired(shop: Shop, monkeypatch: pyte
     dispatcher = Dispatcher(shop.store, MemoryBroker(), listener=told.append)
     running = asyncio.create_task(dispatcher.run())
 
-    await until(lambda: MessagesDelivered(1) in told, "the delivery of what was lost")
+    await until(lambda: {MessagesDelivered(1), Repaired(1)} <= set(told), "the delivery of what was lost")
     await dispatcher.stop()
     await running
 
