@@ -315,6 +315,7 @@ async def test_a_replica_is_told_from_the_primary(private_valkey: ValkeyServer, 
     """S3-29: nothing is claimed where nothing can be written."""
     url = urlsplit(shop.url)
     await shop.add(message(1))
+    await shop.client.config_set("repl-diskless-sync-delay", 0)  # it would wait for more replicas
     client = client_of(private_valkey.dsn)
     await client.replicaof(url.hostname, url.port)
     store = RedisStore(private_valkey.dsn, namespace=shop.namespace, table=shop.table)
