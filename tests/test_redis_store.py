@@ -36,7 +36,6 @@ from postroom.outbox import Added
 from postroom.store import Claim, ClaimTerms, Dead, Delivered, Outcome, Release, Retry, Settlement
 from postroom.stores.redis import RedisStore
 from postroom.stores.redis.keys import Keys
-from postroom.stores.redis.scripts import composed
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.faults import FaultProxy
 from postroom.testing.servers import ValkeyServer
@@ -170,14 +169,6 @@ def test_a_client_that_does_not_await_adds_as_well(valkey_server: ValkeyClient) 
     assert (added, again) == ((first.id, True), (first.id, False))
     assert asyncio.run(stored()) == [b"1", b"2"]
     client.close()
-
-
-async def test_a_script_of_the_callers_adds_in_the_same_step(shop: Shop) -> None:
-    """S3-04: whatever it does before, it does all of it or nothing."""
-    await shop.add(message(1))
-    whole = composed("redis.call('ZADD', due, 0, redis.call('ZRANGE', due, 0, 0)[1]) return redis.call('ZCARD', due)")
-
-    assert await shop.client.eval(whole.text, len(shop.keys.all), *shop.keys.all) == 1
 
 
 async def test_a_hint_wakes_whoever_listens(shop: Shop) -> None:
@@ -538,6 +529,16 @@ async def test_two_calls_of_one_moment_keep_their_order(shop: Shop) -> None:
     claims = await shop.store.claim(500, TERMS)
 
     assert [int(claim.message.payload) for claim in claims] == list(range(401))
+
+
+async def test_a_message_that_is_out_again_is_no_longer_among_those_that_wait(shop: Shop) -> None:
+    """S3-07: nothing is left for repair."""
+    await shop.add(message(1))
+    await shop.store.settle([Settlement(claim, Retry("no")) for claim in await shop.store.claim(1, TERMS)])
+    [again] = await shop.store.claim(1, TERMS)
+
+    assert again.message.attempt == 2
+    assert await shop.store.repair() == 0
 
 
 async def test_a_lease_that_was_renewed_is_indexed_as_it_is(shop: Shop) -> None:

@@ -69,7 +69,6 @@ class Client:
     def __init__(self, server: Foreign, *, timeout: timedelta) -> None:
         if timeout <= timedelta(0):
             raise ConfigurationError(f"timeout={timeout} must be positive")
-        self._server = server
         self._timeout = timeout.total_seconds()
         self.foreign: Foreign
         self.foreign, self._is_ours = connected(server, timeout=timeout)

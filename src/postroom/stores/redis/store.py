@@ -27,7 +27,6 @@ AT_ONCE: Final = 500
 #: How many seconds repair leaves the server to others after each look.
 _PAUSE: Final = 0.005
 _MICROSECOND: Final = timedelta(microseconds=1)
-_CEILING: Final = Stats.__dataclass_fields__["ceiling"].default
 _OUTCOMES: Final = {Delivered: "d", Retry: "r", Dead: "x", Release: "e"}
 #: What a claim of the script consists of.
 _PARTS: Final = 6
