@@ -23,7 +23,8 @@ _WRITERS: Final[Mapping[str, str]] = {
         "postroom.stores.sql.writers",
     ),
     "redis": "postroom.stores.redis.writer",
-    "postroom": "postroom.stores.memory",
+    "postroom.stores.redis": "postroom.stores.redis.inbox",
+    "postroom.stores.memory": "postroom.stores.memory",
 }
 _ACCEPTED: Final = (
     "asyncpg, psycopg (sync or async), sqlite3, aiosqlite, asyncmy, PyMySQL, SQLAlchemy Session, AsyncSession, "
@@ -80,7 +81,9 @@ def writer_of(connection: object) -> Writer:
 def _finder(kind: type) -> Callable[[object], Writer | None] | None:
     """Return what finds the writer for a kind of connection, by the package that its class or a base comes from."""
     for base in kind.__mro__:
-        module = _WRITERS.get(base.__module__.partition(".")[0])
-        if module is not None:
-            return cast("Callable[[object], Writer | None]", importlib.import_module(module).writer_for)
+        package = base.__module__
+        while package and package not in _WRITERS:
+            package = package.rpartition(".")[0]
+        if package:
+            return cast("Callable[[object], Writer | None]", importlib.import_module(_WRITERS[package]).writer_for)
     return None

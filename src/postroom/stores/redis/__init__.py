@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .inbox import RedisInbox
 from .store import RedisStore
+from .transactions import RedisTransactions, current_pipeline
 
-__all__ = ["RedisStore"]
+__all__ = ["RedisInbox", "RedisStore", "RedisTransactions", "current_pipeline"]

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from ...errors import ConfigurationError, MissingExtraError, StoreError, StoreTimeoutError
-from .scripts import script
+from .scripts import Script, script
 
 try:
     import redis.asyncio
@@ -76,8 +76,11 @@ class Client:
         self.place: str = _place(server)
 
     async def run(self, name: str, keys: Sequence[str], *arguments: Foreign) -> Foreign:
+        """Run a script of the store's, by its name."""
+        return await self.evaluate(script(name), keys, *arguments)
+
+    async def evaluate(self, wanted: Script, keys: Sequence[Foreign], *arguments: Foreign) -> Foreign:
         """Run a script: by its digest, and by its text on a server that has not seen it."""
-        wanted = script(name)
         try:
             return await self.call(self.foreign.evalsha(wanted.digest, len(keys), *keys, *arguments), asks=True)
         except redis.exceptions.NoScriptError:

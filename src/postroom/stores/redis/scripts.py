@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
-__all__ = ["Script", "composed", "script"]
+__all__ = ["Script", "alone", "composed", "script", "with_function"]
 
 
 class Script(NamedTuple):
@@ -25,8 +25,25 @@ def script(name: str) -> Script:
 
 def composed(text: str) -> Script:
     """Return a script with what all of them have in common before it."""
-    whole = f"{_file('common')}\n{text}"
-    return Script(whole, hashlib.sha1(whole.encode(), usedforsecurity=False).hexdigest())
+    return _digested(f"{_file('common')}\n{text}")
+
+
+@lru_cache(maxsize=32)
+def alone(name: str) -> Script:
+    """Return a script that knows nothing of a store, by the name of its file."""
+    return _digested(_file(name))
+
+
+@lru_cache(maxsize=32)
+def with_function(name: str, *called: str) -> Script:
+    """Return a script that calls others as functions, each with keys and arguments of its own."""
+    # What a function is given is called as what a script is given, and hides it.
+    functions = "\n".join(f"local function {other}(KEYS, ARGV)\n{script(other).text}\nend" for other in called)
+    return _digested(f"{functions}\n{_file(name)}")
+
+
+def _digested(text: str) -> Script:
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 @lru_cache(maxsize=32)

@@ -66,7 +66,7 @@ def _added(additions: Sequence[Addition], answers: Sequence[bytes | str]) -> lis
 
 def _is_queueing(connection: Foreign) -> bool:
     """Tell whether a connection is a pipeline, which answers later."""
-    return any(base.__name__ in {"Pipeline", "ClusterPipeline"} for base in type(connection).__mro__)
+    return any(base.__name__ in {"Pipeline", "ClusterPipeline", "Recorder"} for base in type(connection).__mro__)
 
 
 class _NoInbox:

@@ -1,0 +1,56 @@
+"""The commit with MULTI and EXEC: for commands that the guarded commit does not know, and for handlers that read."""
+
+from __future__ import annotations
+
+import redis.exceptions
+
+from ...errors import StoreContentionError, StoreError
+from .client import Client
+from .marks import Mark, milliseconds
+from .recorder import WatchingRecorder
+from .scripts import script
+
+__all__ = ["apply_multi"]
+
+
+async def apply_multi(client: Client, recorder: WatchingRecorder, mark: Mark) -> list[str]:
+    """Apply what was recorded, and answer as the script of the guarded commit does.
+
+    It is weaker: a command that fails does not keep the others from being applied. Every reply is looked at, and the
+    message goes into quarantine then; a crash just before that leaves it marked as done.
+
+    Raises:
+        StoreContentionError: The mark or another watched key was changed meanwhile; nothing was applied.
+        StoreError: The server refused everything, or no answer came.
+    """
+    pipeline = recorder.pipeline
+    await client.call(pipeline.watch(mark.key))
+    found: bytes | None = await client.call(pipeline.immediate_execute_command("GET", mark.key))
+    if (found or b"").decode(errors="replace") != mark.expected:
+        return ["FENCED"]
+    pipeline.multi()
+    for command in recorder.recorded:
+        pipeline.execute_command(*command.words)
+    for addition in recorder.additions:
+        text, keys = script("enqueue").text, addition.keys
+        pipeline.execute_command("EVAL", text, len(keys), *keys, *addition.arguments)
+    pipeline.execute_command("SET", mark.key, f"done:{mark.token}", "PX", milliseconds(mark.kept))
+    try:
+        replies: list[object] = await client.call(pipeline.execute(raise_on_error=False))
+    except StoreError as error:
+        if isinstance(error.__cause__, redis.exceptions.WatchError):
+            raise StoreContentionError("a watched key was changed meanwhile, so nothing was applied") from error
+        raise
+    return await _inspected(client, replies, mark)
+
+
+async def _inspected(client: Client, replies: list[object], mark: Mark) -> list[str]:
+    failed = [reply for reply in replies if isinstance(reply, Exception)]
+    if not failed:
+        return ["OK"]
+    if len(failed) == len(replies):
+        return ["REFUSED", str(failed[0])]
+    why = f"{len(replies) - len(failed)} of {len(replies)} applied: {failed[0]}"
+    # The mark says that all is done, which somebody must not believe.
+    await client.call(client.foreign.set(mark.key, f"partial:{mark.token} {why}"))
+    return ["PARTIAL", why]
