@@ -134,6 +134,10 @@ class RecorderWriter:
             is_new = await client.call(client.foreign.set(key, "1", nx=True, px=milliseconds(inbox.retention)))
             connection.literal = key if is_new else None
             return bool(is_new)
+        if connection.mark is not None:
+            if connection.mark.key == key:
+                return False
+            raise ConfigurationError("a transaction in Redis marks one message; open another one for another message")
         # Known before the call: if its answer is lost, the claim may be there.
         mark = connection.mark = Mark(key, inbox.retention, is_claimed=True)
         answer = await client.evaluate(alone("admit"), [key], mark.token, milliseconds(inbox.lease))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from redis.commands.core import AsyncCoreCommands
 
-from ...errors import CommandRefusedError, PostroomError, TransactionClosedError
+from ...errors import CommandRefusedError, PostroomError, StoreError, TransactionClosedError
 from .client import Client
 from .commands import READS, Command, keys_of, slot_of, understood
 from .marks import Mark, Renewal
@@ -183,22 +185,22 @@ class WatchingRecorder(Recorder):
             return super().execute_command(*words, **options)
         if not self._is_open:
             raise TransactionClosedError
-        answer: Awaitable[Foreign] = self.pipeline.immediate_execute_command(*words, **options)
-        return answer
+        return self.client.call(self.pipeline.immediate_execute_command(*words, **options))
 
     async def watch(self, *names: Foreign) -> Foreign:  # type: ignore[override]  # as the library's own
         """Have the commit refused if one of these keys changes, and let commands that read be answered from now on."""
         self._check_slot(b"WATCH", [self._encode(name) for name in names])
         if not self._is_open:
             raise TransactionClosedError
-        answer = await self.pipeline.watch(*names)
+        answer = await self.client.call(self.pipeline.watch(*names))
         self.is_watching = True
         return answer
 
     async def end(self) -> None:
         """Let go of the connection as well, on which nothing is watched any more."""
         await super().end()
-        await self.pipeline.reset()
+        with contextlib.suppress(StoreError):
+            await self.client.call(self.pipeline.reset())
 
     def _understood(self, words: tuple[bytes, ...]) -> Command:
         name = words[0].decode(errors="replace").upper()
@@ -209,7 +211,12 @@ class WatchingRecorder(Recorder):
 
 def _addition(words: tuple[bytes, ...]) -> Addition | None:
     """Return what is added to an outbox, if that is what a command does."""
-    if words[0] != b"EVAL" or words[1] != script("enqueue").text.encode():
+    if words[0] != b"EVAL" or words[1] != _enqueue():
         return None
     end = 3 + int(words[2])
     return Addition(words[3:end], words[end:])
+
+
+@lru_cache(maxsize=1)
+def _enqueue() -> bytes:
+    return script("enqueue").text.encode()
