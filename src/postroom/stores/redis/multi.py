@@ -38,8 +38,13 @@ async def apply_multi(client: Client, recorder: WatchingRecorder, mark: Mark) ->
     try:
         replies: list[object] = await client.call(pipeline.execute(raise_on_error=False))
     except StoreError as error:
-        if isinstance(error.__cause__, redis.exceptions.WatchError):
+        cause = error.__cause__
+        if isinstance(cause, redis.exceptions.WatchError):
             raise StoreContentionError("a watched key was changed meanwhile, so nothing was applied") from error
+        if isinstance(cause, redis.exceptions.ResponseError):
+            # The library quotes the whole command, and what is written is nobody else's business.
+            plain = type(cause)(str(cause).rpartition("of pipeline caused error: ")[2])
+            raise client.told(plain) from plain
         raise
     return await _inspected(client, replies, mark)
 

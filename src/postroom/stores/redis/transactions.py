@@ -23,6 +23,7 @@ from ...errors import (
     FencedError,
     PartlyAppliedError,
     StoreError,
+    StoreTimeoutError,
 )
 from ...message import DEFAULT_NAMESPACE
 from ...transaction import Opening, Transaction, in_transaction
@@ -174,7 +175,7 @@ class RedisTransactions:
             try:
                 return _texts(await self.client.evaluate(script, keys, *arguments))
             except StoreError as error:
-                if _was_answered(error):
+                if _was_answered(error) or isinstance(error, StoreTimeoutError):
                     raise
                 await asyncio.sleep(random.uniform(0.5, 1) * _PAUSE * 2**attempt)
         return _texts(await self.client.evaluate(script, keys, *arguments))
@@ -184,8 +185,9 @@ class RedisTransactions:
         try:
             answer = await drop(self.client, mark)
         except StoreError:
+            recorder.mark = None  # once is enough to try; the lease ends by itself
             if _was_answered(error):
-                raise error from None  # the lease ends by itself
+                raise error from None
             transaction.witness = partial(self._was_applied, mark)
             raise CommitUnknownError from error
         if answer[0] in {"DONE", "PARTIAL"}:

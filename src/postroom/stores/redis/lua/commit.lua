@@ -29,7 +29,6 @@ local state = redis.call('GET', mark) or ''
 if state == 'done:' .. token then return { 'OK' } end
 if state:find('partial:' .. token, 1, true) == 1 then return { 'PARTIAL', state:match('^%S* ?(.*)$') } end
 if state ~= expected then return { 'FENCED' } end
-local lease = redis.call('PTTL', mark)
 
 -- What keys and fields will hold by the time a command comes, as far as this transaction changes them.
 local kinds, values, is_new = {}, {}, {}
@@ -150,13 +149,8 @@ local function stop(done, problem)
     redis.call('SET', mark, 'partial:' .. token .. ' ' .. why)
     return { 'PARTIAL', why }
   end
-  if expected == '' then
-    redis.call('DEL', mark)
-  elseif lease > 0 then
-    redis.call('SET', mark, expected, 'PX', lease)
-  else
-    redis.call('SET', mark, expected)
-  end
+  -- Nothing has happened, and the claim is given up.
+  redis.call('DEL', mark)
   return { 'REFUSED', problem }
 end
 
