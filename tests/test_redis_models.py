@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import pytest
 
 from postroom.stores.redis.marks import Mark, drop
-from postroom.stores.redis.scripts import alone, with_function
+from postroom.stores.redis.scripts import alone, calling
 
 from . import test_redis_transaction as transactions_of_redis
 from .test_redis_transaction import Shop
@@ -340,7 +340,7 @@ async def on_server(shop: Shop, operation: str, before: Marked) -> Step:
         words = [(await drop(client, mark))[0].encode()]
     else:
         arguments = [mark.token, mark.expected, 60_000, 1, 3, "string+", "INCRBY", shop.key("effect"), 1, 0]
-        words = await client.evaluate(with_function("commit", "enqueue"), [mark.key, shop.key("effect")], *arguments)
+        words = await client.evaluate(calling("commit", "enqueue"), [mark.key, shop.key("effect")], *arguments)
     state = ((await shop.client.get(mark.key)) or b"").decode()
     word, _, token = state.partition(":")
     answers: dict[bytes, Answer] = {b"CLAIMED": "claimed", b"BUSY": "busy", b"DONE": "done", b"OK": "done"}

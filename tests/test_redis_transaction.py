@@ -388,6 +388,19 @@ async def test_a_key_of_the_wrong_type_keeps_everything_from_being_applied(shop:
     assert await shop.keys() == {shop.key("stock")}
 
 
+async def test_what_is_checked_writes_nothing(shop: Shop) -> None:
+    """S0-30: two outboxes, of which the second cannot be written to; the first is left as it was."""
+    broken = f"{shop.tag}-broken"
+    await shop.client.set(f"postroom_outbox:{{{broken}}}:due", "a text")
+
+    with pytest.raises(CommitRefusedError, match="WRONGTYPE"):
+        async with shop.transactions.begin() as transaction:
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
+            await Outbox(namespace=broken).add(transaction.connection, {}, topic="orders")
+
+    assert await shop.keys() == set()
+
+
 async def test_a_value_that_is_no_number_keeps_everything_from_being_applied(shop: Shop) -> None:
     """S0-30: INCRBY and HINCRBY of a text, also one that the same transaction writes first."""
     await shop.client.hset(shop.key("stock"), "apples", "many")
@@ -475,6 +488,25 @@ async def test_an_outbox_whose_keys_are_something_else_keeps_everything_from_bei
             await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
 
     assert await shop.keys() == {f"postroom_outbox:{{{shop.tag}}}:due"}
+
+
+async def test_an_outbox_that_refuses_a_topic_keeps_everything_from_being_applied_if_nothing_was_before(
+    shop: Shop,
+) -> None:
+    """S0-30: 65,536 topics are the limit of a namespace, which is known before anything is added."""
+    topics = f"postroom_outbox:{{{shop.tag}}}:topics"
+    for start in range(0, 65_536, 8_192):
+        await shop.client.hset(topics, mapping={f"topic-{n}": n for n in range(start, start + 8_192)})
+
+    with pytest.raises(CommitRefusedError, match="65,536 topics"):
+        async with shop.transactions.begin() as transaction:
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="one more")
+    with pytest.raises(PartlyAppliedError, match=r"1 of 2 applied: .*65,536 topics"):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.sadd(shop.key("orders"), "42")
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="one more")
+
+    assert await shop.keys() == {topics, shop.key("orders")}
 
 
 async def test_without_memory_nothing_is_applied(private_valkey: ValkeyServer) -> None:

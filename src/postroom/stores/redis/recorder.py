@@ -101,6 +101,9 @@ class Recorder(AsyncCoreCommands):
         """Take nothing down any more."""
         self._is_open = False
 
+    async def aclose(self) -> None:
+        """Do nothing, as the transaction ends by itself: it is there since a client has it."""
+
     async def end(self) -> None:
         """Let go of everything that belongs to the transaction."""
         if self.renewal is not None:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
-__all__ = ["Script", "alone", "composed", "script", "with_function"]
+__all__ = ["Script", "alone", "calling", "composed", "script"]
 
 
 class Script(NamedTuple):
@@ -35,11 +35,15 @@ def alone(name: str) -> Script:
 
 
 @lru_cache(maxsize=32)
-def with_function(name: str, *called: str) -> Script:
-    """Return a script that calls others as functions, each with keys and arguments of its own."""
+def calling(name: str, *called: str) -> Script:
+    """Return a script that calls others as functions, each with keys and arguments of its own.
+
+    One more of them is ``check``, which returns an error if a key of a store is not as it should be.
+    """
+    texts = {"check": _file("common"), **{other: script(other).text for other in called}}
     # What a function is given is called as what a script is given, and hides it.
-    functions = "\n".join(f"local function {other}(KEYS, ARGV)\n{script(other).text}\nend" for other in called)
-    return _digested(f"{functions}\n{_file(name)}")
+    functions = [f"local function {function}(KEYS, ARGV)\n{text}\nend\n" for function, text in texts.items()]
+    return _digested("".join(functions) + _file(name))
 
 
 def _digested(text: str) -> Script:

@@ -33,7 +33,7 @@ from .keys import Keys
 from .marks import Mark, drop, milliseconds
 from .multi import apply_multi
 from .recorder import Recorder, WatchingRecorder
-from .scripts import with_function
+from .scripts import calling
 
 __all__ = ["CommitMode", "RedisTransactions", "current_pipeline", "transactions_for"]
 
@@ -170,7 +170,7 @@ class RedisTransactions:
         if isinstance(recorder, WatchingRecorder):
             return await apply_multi(self.client, recorder, mark)
         keys, arguments = _written(recorder, mark)
-        script = with_function("commit", "enqueue")
+        script = calling("commit", "enqueue")
         for attempt in range(TRIES - 1):
             try:
                 return _texts(await self.client.evaluate(script, keys, *arguments))

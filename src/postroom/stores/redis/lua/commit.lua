@@ -7,7 +7,7 @@
 -- Answers OK, also if it was done before; FENCED if the mark is not as it must be; BADTYPE, BADVALUE, NOPERM or REFUSED
 -- and why, with nothing applied; or PARTIAL and why, of which the mark tells from then on.
 --
--- `enqueue` stands before this script as a function.
+-- `check` and `enqueue` stand before this script as functions.
 local mark, token, expected, kept = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local next_word, next_key = 4, 2
 
@@ -132,9 +132,8 @@ for number = 1, tonumber(take()) do
   for _, name in ipairs({ 'HSET', 'ZADD' }) do
     if not is_allowed(name, keys[1], '0', '0') then return { 'NOPERM', keys[1], name } end
   end
-  -- Without messages it only looks whether its keys are as they should be.
-  local answer = enqueue(keys, { '' })
-  if answer.err then return { 'REFUSED', answer.err } end
+  local problem = check(keys)
+  if problem then return { 'REFUSED', problem.err } end
 end
 
 -- The mark says from now on that something may have happened. If the server refuses to write at all, it refuses this.
@@ -160,8 +159,9 @@ for number, words in ipairs(commands) do
 end
 for number, outbox in ipairs(outboxes) do
   local is_fine, said = pcall(enqueue, outbox.keys, outbox.words)
-  -- It may have failed half way, so that something counts as done.
-  if not is_fine or said.err then return stop(#commands + number, said) end
+  -- What it answers with an error it has not begun; what breaks off has done something.
+  if not is_fine then return stop(#commands + number, said) end
+  if said.err then return stop(#commands + number - 1, said) end
 end
 redis.call('SET', mark, 'done:' .. token, 'PX', kept)
 return { 'OK' }
