@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from contextvars import Context
 from dataclasses import replace
@@ -36,6 +36,7 @@ from postroom.middleware.chain import Middleware
 from postroom.store import Dead, Delivered, Outcome, Release, Retry
 from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline
 from postroom.stores.redis.record import packed
+from postroom.testing.cancelling import Moment, cuts
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
@@ -637,6 +638,67 @@ async def test_what_was_applied_in_part_is_put_aside_and_never_acknowledged_as_d
     with pytest.raises(QuarantinedError):
         async with shop.transactions.begin() as transaction:
             await box.has(transaction, handled)
+
+
+async def ended(shop: Shop, hand: Hand, handled: Message) -> tuple[int, int]:
+    """Have a message delivered until it is acknowledged; return how often it took effect, and count all events."""
+
+    async def is_acked() -> bool:
+        return await hand.deliver(handled) == Delivered()
+
+    await until(is_acked, "the acknowledgement")
+    return int(await shop.client.get(shop.key(str(handled.id))) or 0), (await shop.store().stats()).pending
+
+
+def writing(shop: Shop) -> Callable[[Message], Any]:
+    """Return a handler whose effect tells for which message it was, and which leads to an event."""
+
+    async def handle(received: Message) -> Sequence[Message]:
+        await current_pipeline(shop.client).incrby(shop.key(str(received.id)), 1)
+        return [Message(topic="events", type="stock.reserved", payload=b"{}")]
+
+    return handle
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("moment", ["waiting", "answered"])
+async def test_a_handling_that_is_cancelled_anywhere_takes_effect_once_in_the_end(
+    shop: Shop,
+    mode: Any,  # noqa: ANN401
+    moment: Moment,
+) -> None:
+    """S0-16, S0-21, S0-22, S0-30: at each of its awaits; the redelivery finds all of it or nothing, and is acked."""
+    hand = handled_by(shop, inbox(lease=SHORT), writing(shop), shop.also(shop.client, mode=mode))
+    count = 0
+
+    for cut in cuts(moment=moment):
+        count += 1
+        handled = message()
+        await cut.run(cast("Coroutine[Any, Any, Any]", hand.chain(handled)))
+
+        assert await ended(shop, hand, handled) == (1, count), cut
+    assert count > 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_handling_that_loses_its_connections_anywhere_takes_effect_once_in_the_end(
+    shop: Shop,
+    mode: Any,  # noqa: ANN401
+) -> None:
+    """S0-30, S0-36: all connections are reset at each of its awaits, which says nothing of what the server did."""
+    async with through_proxy(shop) as (proxy, client):
+        box = inbox(lease=SHORT)
+        shaky = handled_by(shop, box, writing(shop), shop.also(client, mode=mode))
+        hand = handled_by(shop, box, writing(shop))
+        count = 0
+        for cut in cuts(fault=proxy.cut):
+            count += 1
+            handled = message()
+            with suppress(StoreUnavailableError, CommitUnknownError):
+                await cut.run(cast("Coroutine[Any, Any, Any]", shaky.chain(handled)))
+
+            assert await ended(shop, hand, handled) == (1, count), cut
+    assert count > 2
 
 
 # -- the whole stack --------------------------------------------------------------------------------------------

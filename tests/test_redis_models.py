@@ -325,6 +325,14 @@ MINE, OTHER = 1, 2
 MARKS: Final[tuple[Marked, ...]] = (None, ("p", MINE), ("p", OTHER), ("done", MINE), ("done", OTHER))
 
 
+async def committed(shop: Shop, mark: Mark) -> list[bytes]:
+    """Commit a transaction that counts something up."""
+    arguments = [mark.token, mark.expected, 60_000, 1, 3, "string+", "INCRBY", shop.key("effect"), 1, 0]
+    keys, script = [mark.key, shop.key("effect")], calling("commit", "enqueue")
+    words: list[bytes] = await shop.transactions.client.evaluate(script, keys, *arguments)
+    return words
+
+
 async def on_server(shop: Shop, operation: str, before: Marked) -> Step:
     """Run a script on a real mark, and say what it did in the words of the model."""
     tokens = {MINE: "m" * 32, OTHER: "o" * 32}
@@ -339,8 +347,7 @@ async def on_server(shop: Shop, operation: str, before: Marked) -> Step:
     elif operation == "drop":
         words = [(await drop(client, mark))[0].encode()]
     else:
-        arguments = [mark.token, mark.expected, 60_000, 1, 3, "string+", "INCRBY", shop.key("effect"), 1, 0]
-        words = await client.evaluate(calling("commit", "enqueue"), [mark.key, shop.key("effect")], *arguments)
+        words = await committed(shop, mark)
     state = ((await shop.client.get(mark.key)) or b"").decode()
     word, _, token = state.partition(":")
     answers: dict[bytes, Answer] = {b"CLAIMED": "claimed", b"BUSY": "busy", b"DONE": "done", b"OK": "done"}
@@ -369,3 +376,31 @@ async def test_a_lease_is_renewed_by_its_owner_alone(shop: Shop, before: Marked)
 
     assert answer == int(before == ("p", MINE))
     assert (await shop.client.pttl(shop.key("mark")) > 1_000) is (before == ("p", MINE))
+
+
+@pytest.mark.parametrize("is_claimed", [True, False])
+async def test_a_commit_that_comes_after_it_was_given_up_is_refused(shop: Shop, *, is_claimed: bool) -> None:
+    """S0-30: with a message and without, so that an answer about what became of it stays true."""
+    mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=is_claimed)
+    client = shop.transactions.client
+    if is_claimed:
+        await client.evaluate(alone("admit"), [mark.key], mark.token, 60_000)
+
+    answers = [(await drop(client, mark))[0], *(await committed(shop, mark)), (await drop(client, mark))[0]]
+
+    assert answers == ["DROPPED", b"FENCED", "LOST" if is_claimed else "DROPPED"]
+    assert await shop.client.get(shop.key("effect")) is None
+
+
+@pytest.mark.parametrize("is_claimed", [True, False])
+async def test_a_commit_that_was_applied_is_not_given_up(shop: Shop, *, is_claimed: bool) -> None:
+    """S0-30: whoever asks learns that it was, as often as it is asked or sent."""
+    mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=is_claimed)
+    client = shop.transactions.client
+    if is_claimed:
+        await client.evaluate(alone("admit"), [mark.key], mark.token, 60_000)
+
+    answers = [*(await committed(shop, mark)), (await drop(client, mark))[0], *(await committed(shop, mark))]
+
+    assert answers == [b"OK", "DONE", b"OK"]
+    assert await shop.client.get(shop.key("effect")) == b"1"

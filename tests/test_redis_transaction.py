@@ -49,8 +49,8 @@ MODES = ("guarded", "multi")
 
 
 def connect(url: str, **options: Any) -> Any:  # noqa: ANN401
-    """Return a client that repeats nothing."""
-    return redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
+    """Return a client that repeats nothing, and leaves deadlines to us, as one that a store makes of a URL."""
+    return redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=None, **options)
 
 
 class Shop:
@@ -575,6 +575,28 @@ async def test_a_commit_whose_reply_is_lost_is_applied_once(shop: Shop, mode: An
             proxy.drop_reply(b"INCRBY")
 
     assert proxy.dropped == 1
+    assert await shop.client.get(shop.key("count")) == b"1"
+
+
+async def test_a_commit_that_was_lost_on_its_way_is_sent_again(shop: Shop) -> None:
+    """S0-30: a connection that is reset costs neither the handler nor the message anything."""
+    async with through_proxy(shop) as (proxy, client):
+        transactions = shop.also(client)
+        async with transactions.begin() as transaction:
+            await transaction.connection.incrby(shop.key("warm"), 1)
+
+        async def commit() -> None:
+            async with transactions.begin() as transaction:
+                await transaction.connection.incrby(shop.key("count"), 1)
+                proxy.black_hole("requests")
+                asyncio.get_running_loop().call_later(0.1, reset)
+
+        def reset() -> None:
+            proxy.cut()  # what was held back is gone
+            proxy.heal()
+
+        await commit()
+
     assert await shop.client.get(shop.key("count")) == b"1"
 
 

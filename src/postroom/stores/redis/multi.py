@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import redis.exceptions
-
-from ...errors import StoreContentionError, StoreError
 from .client import Client
 from .marks import Mark, milliseconds
 from .recorder import WatchingRecorder
@@ -24,8 +21,8 @@ async def apply_multi(client: Client, recorder: WatchingRecorder, mark: Mark) ->
         StoreError: The server refused everything, or no answer came.
     """
     pipeline = recorder.pipeline
-    await client.call(pipeline.watch(mark.key))
-    found: bytes | None = await client.call(pipeline.immediate_execute_command("GET", mark.key))
+    await recorder.ask(pipeline.watch(mark.key))
+    found: bytes | None = await recorder.ask(pipeline.immediate_execute_command("GET", mark.key))
     if (found or b"").decode(errors="replace") != mark.expected:
         return ["FENCED"]
     pipeline.multi()
@@ -35,17 +32,7 @@ async def apply_multi(client: Client, recorder: WatchingRecorder, mark: Mark) ->
         text, keys = script("enqueue").text, addition.keys
         pipeline.execute_command("EVAL", text, len(keys), *keys, *addition.arguments)
     pipeline.execute_command("SET", mark.key, f"done:{mark.token}", "PX", milliseconds(mark.kept))
-    try:
-        replies: list[object] = await client.call(pipeline.execute(raise_on_error=False))
-    except StoreError as error:
-        cause = error.__cause__
-        if isinstance(cause, redis.exceptions.WatchError):
-            raise StoreContentionError("a watched key was changed meanwhile, so nothing was applied") from error
-        if isinstance(cause, redis.exceptions.ResponseError):
-            # The library quotes the whole command, and what is written is nobody else's business.
-            plain = type(cause)(str(cause).rpartition("of pipeline caused error: ")[2])
-            raise client.told(plain) from plain
-        raise
+    replies: list[object] = await recorder.ask(pipeline.execute(raise_on_error=False))
     return await _inspected(client, replies, mark)
 
 

@@ -7,9 +7,16 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
+import redis.exceptions
 from redis.commands.core import AsyncCoreCommands
 
-from ...errors import CommandRefusedError, PostroomError, StoreError, TransactionClosedError
+from ...errors import (
+    CommandRefusedError,
+    PostroomError,
+    StoreContentionError,
+    StoreError,
+    TransactionClosedError,
+)
 from .client import Client
 from .commands import READS, Command, keys_of, slot_of, understood
 from .marks import Mark, Renewal
@@ -188,16 +195,39 @@ class WatchingRecorder(Recorder):
             return super().execute_command(*words, **options)
         if not self._is_open:
             raise TransactionClosedError
-        return self.client.call(self.pipeline.immediate_execute_command(*words, **options))
+        return self.ask(self.pipeline.immediate_execute_command(*words, **options))
 
     async def watch(self, *names: Foreign) -> Foreign:  # type: ignore[override]  # as the library's own
         """Have the commit refused if one of these keys changes, and let commands that read be answered from now on."""
         self._check_slot(b"WATCH", [self._encode(name) for name in names])
         if not self._is_open:
             raise TransactionClosedError
-        answer = await self.client.call(self.pipeline.watch(*names))
+        answer = await self.ask(self.pipeline.watch(*names))
         self.is_watching = True
         return answer
+
+    async def ask(self, answer: Awaitable[Foreign]) -> Foreign:
+        """Wait for an answer on the connection that watches.
+
+        Raises:
+            StoreContentionError: What is watched was changed meanwhile; nothing was applied.
+            StoreError: The server refused, or no answer came.
+        """
+        try:
+            return await self.client.call(answer)
+        except StoreError as error:
+            cause = error.__cause__
+            if isinstance(cause, redis.exceptions.WatchError):
+                lost = cause.__context__
+                if lost is None:
+                    raise StoreContentionError("a watched key was changed meanwhile; nothing was applied") from error
+                # The library says the same of a connection that is lost, after which everything may be applied.
+                raise self.client.told(lost) from lost
+            if isinstance(cause, redis.exceptions.ResponseError):
+                # The library quotes the whole command, and what is written is nobody else's business.
+                plain = type(cause)(str(cause).rpartition("of pipeline caused error: ")[2])
+                raise self.client.told(plain) from plain
+            raise
 
     async def end(self) -> None:
         """Let go of the connection as well, on which nothing is watched any more."""

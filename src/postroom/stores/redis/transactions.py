@@ -193,7 +193,7 @@ class RedisTransactions:
         if answer[0] in {"DONE", "PARTIAL"}:
             return answer
         recorder.is_in_doubt = False
-        if type(error) is StoreError:
+        if type(error) is StoreError and _was_answered(error):
             raise CommitRefusedError(str(error)) from error
         raise error
 
