@@ -13,6 +13,7 @@ from typing import Any, cast
 from uuid import UUID, uuid4
 
 import pytest
+import redis
 
 from postroom import Consumer, Message, Outbox, Router, events
 from postroom.brokers import MemoryBroker
@@ -27,6 +28,7 @@ from postroom.errors import (
     MessageBusyError,
     PartlyAppliedError,
     QuarantinedError,
+    StoreContentionError,
     StoreError,
     StoreUnavailableError,
 )
@@ -331,6 +333,31 @@ async def test_whoever_is_late_is_fenced_and_the_effect_happens_once(shop: Shop,
         await other.commit()
 
     assert (still, await effects(shop)) == ("p", (1, 1))
+
+
+async def test_whoever_is_late_by_a_moment_is_fenced_by_what_it_watches(shop: Shop) -> None:
+    """S0-20: with MULTI, the claim is looked at before; if it changes after that, nothing is applied."""
+    box, handled = inbox(), message()
+    shop.transactions = shop.also(shop.client, mode="multi")
+
+    async with workers(shop, box) as (worker, _):
+        transaction = await worker.claim(handled)
+        assert transaction is not None
+        await effect(shop, transaction)
+        pipeline, key = transaction.connection.pipeline, box.key(shop.tag, handled)
+        begin_multi = pipeline.multi
+
+        def multi() -> None:
+            with redis.Redis.from_url(shop.url) as other:
+                other.set(key, "p:other")
+            begin_multi()
+
+        pipeline.multi = multi
+        with pytest.raises(StoreContentionError, match="changed"):
+            await worker.commit()
+
+    assert await shop.client.get(key) == b"p:other"
+    assert await effects(shop) == (0, 0)
 
 
 async def test_whoever_is_late_and_fails_deletes_nobody_elses_claim(shop: Shop) -> None:

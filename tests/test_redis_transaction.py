@@ -766,12 +766,16 @@ async def test_an_outbox_without_a_transaction_says_what_is_missing(shop: Shop) 
 
 
 async def test_the_same_message_twice_is_one_in_the_outbox(shop: Shop) -> None:
-    outbox, added = Outbox(namespace=shop.tag), Message(topic="events", type="t", payload=b"{}")
+    rung: list[str] = []
+    outbox = Outbox(namespace=shop.tag, wake=lambda: rung.append("rung"))
+    added = Message(topic="events", type="t", payload=b"{}")
 
-    for _ in range(2):
+    for count in range(2):
         async with shop.transactions.begin() as transaction:
             await outbox.add(transaction.connection, added)
+            assert len(rung) == count  # whoever is woken finds it
 
+    assert len(rung) == 2
     assert [found.id for found in await shop.published()] == [added.id]
 
 
