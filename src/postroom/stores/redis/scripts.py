@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
-__all__ = ["Script", "composed", "script"]
+__all__ = ["Script", "composed", "function", "script", "source"]
 
 
 class Script(NamedTuple):
@@ -20,15 +20,21 @@ class Script(NamedTuple):
 @lru_cache(maxsize=32)
 def script(name: str) -> Script:
     """Return a script by the name of its file."""
-    return composed(_file(name))
+    return composed(source(name))
 
 
 def composed(text: str) -> Script:
     """Return a script with what all of them have in common before it."""
-    whole = f"{_file('common')}\n{text}"
+    whole = f"{source('common')}\n{text}"
     return Script(whole, hashlib.sha1(whole.encode(), usedforsecurity=False).hexdigest())
 
 
+def function(name: str) -> str:
+    """Return a script as a function of that name, for other scripts to call with what it takes as ARGV."""
+    return f"local function {name}(ARGV)\n{source(name)}\nend"
+
+
 @lru_cache(maxsize=32)
-def _file(name: str) -> str:
+def source(name: str) -> str:
+    """Return what a file holds."""
     return (files(__name__.rpartition(".")[0]) / "lua" / f"{name}.lua").read_text(encoding="utf-8")
