@@ -311,6 +311,22 @@ async def test_a_ticket_can_be_scheduled_again_but_only_to_the_same_end(place: P
     assert await call(place, decisions.find_due) == [Due("t", PAST)]
 
 
+async def test_an_end_between_two_milliseconds_is_the_next_of_them_for_everybody(
+    place: Place, decisions: Decisions
+) -> None:
+    """S3-22: whether it is said as it was or as it is stored."""
+    between = PAST + timedelta(microseconds=1)
+
+    scheduled = [await call(place, decisions.schedule, "t", between) for _ in range(2)]
+    [due] = await call(place, decisions.find_due)
+    first = await decide(place, decisions, "t", between)
+    second = await decide(place, decisions, *due)
+
+    assert scheduled == [Scheduled(), Scheduled()]
+    assert due == Due("t", PAST + timedelta(milliseconds=1))
+    assert second == Duplicate(first.id)
+
+
 async def test_a_late_repetition_does_not_bring_a_ticket_back(place: Place, decisions: Decisions) -> None:
     """S3-26: not even after its event was delivered and purged, when nothing in the outbox tells of it any more."""
     await call(place, decisions.schedule, "t", PAST)
