@@ -508,7 +508,7 @@ ON CONFLICT DO NOTHING;
 
 -- schedule a ticket
 INSERT INTO "postroom_outbox_tickets" (namespace, ticket, expires_at, status)
-VALUES (:namespace::text, :ticket::text, :expires_at::timestamptz, 'scheduled')
+VALUES (:namespace, :ticket, :expires_at, 'scheduled')
 ON CONFLICT DO NOTHING;
 
 -- schedule a ticket
@@ -516,7 +516,7 @@ SELECT status, (extract(epoch FROM expires_at) * 1000)::bigint, expires_at <= no
 WHERE namespace = :namespace AND ticket = :ticket FOR UPDATE;
 
 -- renew a ticket
-UPDATE "postroom_outbox_tickets" SET expires_at = :expires_at::timestamptz
+UPDATE "postroom_outbox_tickets" SET expires_at = :expires_at
 WHERE namespace = :namespace AND ticket = :ticket;
 
 -- find tickets that are due
@@ -525,7 +525,7 @@ WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= now()
 ORDER BY expires_at, ticket LIMIT :limit;
 
 -- decide
-UPDATE "postroom_outbox_tickets" SET status = :status::text, ended_at = now()
+UPDATE "postroom_outbox_tickets" SET status = :status, ended_at = now()
 WHERE namespace = :namespace AND ticket = :ticket;
 
 -- forget tickets

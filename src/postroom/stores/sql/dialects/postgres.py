@@ -467,19 +467,6 @@ class PostgreSQL(Dialect):
 
     # -- tickets -----------------------------------------------------------------------------------------------
 
-    _schedule: ClassVar[str] = """
-        INSERT INTO {tickets} (namespace, ticket, expires_at, status)
-        VALUES (:namespace::text, :ticket::text, :expires_at::timestamptz, 'scheduled')
-        ON CONFLICT DO NOTHING
-        """
-    _renew: ClassVar[str] = """
-        UPDATE {tickets} SET expires_at = :expires_at::timestamptz
-        WHERE namespace = :namespace AND ticket = :ticket
-        """
-    _ended: ClassVar[str] = """
-        UPDATE {tickets} SET status = :status::text, ended_at = {now}
-        WHERE namespace = :namespace AND ticket = :ticket
-        """
     _forget: ClassVar[str] = """
         DELETE FROM {tickets}
         WHERE ctid = ANY (ARRAY(
