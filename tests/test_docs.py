@@ -12,20 +12,25 @@ import pkgutil
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
+import redis.asyncio
 import sqlalchemy
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 import postroom
 from postroom import Message, Router
 from postroom.brokers import MemoryBroker
+from postroom.decisions import Enqueued
 from postroom.errors import CommitUnknownError, RejectError
 from postroom.middleware import Next
 from postroom.stores import PostgresStore
+from postroom.testing.clients import ValkeyClient
 from postroom.testing.waiting import until
 
 ROOT = Path(__file__).parents[1]
@@ -284,7 +289,7 @@ async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
     await pool.execute("CREATE TABLE handled (consumer text, message_id uuid, PRIMARY KEY (consumer, message_id))")
     await pool.execute("CREATE TABLE stock (reserved int)")
     await pool.execute("INSERT INTO stock VALUES (0)")
-    command_handler, consumer = snippets("docs/patterns.md")
+    command_handler, consumer, *_ = snippets("docs/patterns.md")
 
     await execute(command_handler, names)
 
@@ -303,3 +308,31 @@ async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
         await names["reserve"](message)
     await names["reserve"](Message(topic="orders", payload=b"{}"))
     assert await pool.fetchval("SELECT reserved FROM stock") == 2
+
+
+async def test_the_pattern_of_tickets_works_as_printed(names: dict[str, Any], valkey_server: ValkeyClient) -> None:
+    """S3-25, S3-27: on SQL and in Redis."""
+    pool = names["pool"]
+    await pool.execute("CREATE TABLE seats (name text PRIMARY KEY)")
+    *_, on_sql, in_redis = snippets("docs/patterns.md")
+
+    await execute(on_sql, names)
+    await names["reserve"]("A1", hold=timedelta(0))
+    await names["reserve"]("A2", hold=timedelta(0))
+    await names["reserve"]("A3")
+    in_time = await names["give_back"]("A2")
+    for _ in range(2):
+        await names["expire"]()
+    too_late = await names["give_back"]("A1")
+
+    assert (in_time, too_late) == (True, False)
+    assert [row["name"] for row in await pool.fetch("SELECT name FROM seats ORDER BY name")] == ["A2", "A3"]
+    topics = [row["topic"] for row in await pool.fetch("SELECT topic FROM postroom_outbox ORDER BY seq")]
+    assert topics == ["seats.given_back", "seats.expired"]
+
+    namespace = f"ns-{uuid4().hex}"
+    async with redis.asyncio.Redis.from_url(valkey_server.dsn) as client:
+        names["client"] = client
+        await execute(in_redis.replace('"shop"', f'"{namespace}"').replace("seat:7", namespace), names)
+        assert await names["decisions"].find_due(client) == []
+    assert isinstance(names["answer"], Enqueued)

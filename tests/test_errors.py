@@ -52,6 +52,7 @@ MADE = [
     (errors.InvalidTopicError("", 249), "pass another topic="),
     (errors.InvalidKeyError("", 255), "pass key=None"),
     (errors.InvalidDedupeKeyError("x" * 300, 255), "hash a longer one"),
+    (errors.InvalidTicketError("", 255), "hash a longer one"),
     (errors.TenantMismatchError(uuid4(), "k"), "must begin with"),
     (errors.PayloadTooLargeError(2, 1), "send a reference"),
     (errors.AlreadyHandledError(uuid4(), None), "was handled by somebody else"),

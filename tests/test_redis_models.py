@@ -372,7 +372,7 @@ async def test_a_lease_is_renewed_by_its_owner_alone(shop: Shop, before: Marked)
     if before is not None:
         await shop.client.set(shop.key("mark"), f"{before[0]}:{tokens[before[1]]}", px=1_000)
 
-    answer = await shop.transactions.client.evaluate(alone("renew"), [shop.key("mark")], tokens[MINE], 60_000)
+    answer = await shop.transactions.client.evaluate(alone("renew_mark"), [shop.key("mark")], tokens[MINE], 60_000)
 
     assert answer == int(before == ("p", MINE))
     assert (await shop.client.pttl(shop.key("mark")) > 1_000) is (before == ("p", MINE))

@@ -17,6 +17,7 @@ PostroomError
 │   ├── InvalidDedupeKeyError
 │   ├── InvalidHeaderError
 │   ├── InvalidDueTimeError
+│   ├── InvalidTicketError
 │   ├── TenantMismatchError
 │   ├── PayloadTooLargeError
 │   ├── EncodeError
@@ -83,6 +84,7 @@ __all__ = [
     "InvalidKeyError",
     "InvalidMessageError",
     "InvalidNameError",
+    "InvalidTicketError",
     "InvalidTopicError",
     "MessageBusyError",
     "MessageError",
@@ -223,6 +225,13 @@ class InvalidHeaderError(MessageError):
 
 class InvalidDueTimeError(MessageError):
     """``due_at`` or ``delay`` does not name one moment."""
+
+
+class InvalidTicketError(MessageError):
+    """The name of a ticket is empty, too long or holds control characters."""
+
+    def __init__(self, ticket: object, longest: int) -> None:
+        super().__init__(bad_text("ticket", ticket, longest) + "; hash a longer one first")
 
 
 class TenantMismatchError(MessageError):

@@ -11,6 +11,7 @@ from .errors import UnknownConnectionError
 from .message import Message
 
 if TYPE_CHECKING:
+    from .decisions import Question
     from .inbox import Inbox
     from .outbox import Added, Addition, Outbox
 
@@ -63,6 +64,10 @@ class Writer(Protocol):
 
     def bury(self, connection: Any, inbox: Inbox, message: Message, error: str) -> Awaitable[None] | None:  # noqa: ANN401
         """Write a dead letter, unless there is one of this consumer and message."""
+        ...
+
+    def ask(self, connection: Any, outbox: Outbox, question: Question) -> Any:  # noqa: ANN401
+        """Answer a question about the tickets of an outbox, in one atomic step; `Decisions` says with what."""
         ...
 
 

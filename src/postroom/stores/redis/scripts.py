@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
-__all__ = ["Script", "alone", "calling", "composed", "script"]
+__all__ = ["Script", "alone", "calling", "composed", "function", "script", "source"]
 
 
 class Script(NamedTuple):
@@ -20,18 +20,18 @@ class Script(NamedTuple):
 @lru_cache(maxsize=32)
 def script(name: str) -> Script:
     """Return a script by the name of its file."""
-    return composed(_file(name))
+    return composed(source(name))
 
 
 def composed(text: str) -> Script:
     """Return a script with what all of them have in common before it."""
-    return _digested(f"{_file('common')}\n{text}")
+    return _digested(f"{source('common')}\n{text}")
 
 
 @lru_cache(maxsize=32)
 def alone(name: str) -> Script:
     """Return a script that knows nothing of a store, by the name of its file."""
-    return _digested(_file(name))
+    return _digested(source(name))
 
 
 @lru_cache(maxsize=32)
@@ -40,16 +40,22 @@ def calling(name: str, *called: str) -> Script:
 
     One more of them is ``check``, which returns an error if a key of a store is not as it should be.
     """
-    texts = {"check": _file("common"), **{other: script(other).text for other in called}}
+    texts = {"check": source("common"), **{other: script(other).text for other in called}}
     # What a function is given is called as what a script is given, and hides it.
-    functions = [f"local function {function}(KEYS, ARGV)\n{text}\nend\n" for function, text in texts.items()]
-    return _digested("".join(functions) + _file(name))
+    functions = [f"local function {other}(KEYS, ARGV)\n{text}\nend\n" for other, text in texts.items()]
+    return _digested("".join(functions) + source(name))
 
 
 def _digested(text: str) -> Script:
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
+def function(name: str) -> str:
+    """Return a script as a function of that name, for other scripts to call with what it takes as ARGV."""
+    return f"local function {name}(ARGV)\n{source(name)}\nend"
+
+
 @lru_cache(maxsize=32)
-def _file(name: str) -> str:
+def source(name: str) -> str:
+    """Return what a file holds."""
     return (files(__name__.rpartition(".")[0]) / "lua" / f"{name}.lua").read_text(encoding="utf-8")

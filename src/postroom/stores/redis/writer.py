@@ -9,11 +9,13 @@ from functools import lru_cache
 from typing import Any, Final
 from uuid import UUID
 
+from ...decisions import Question
 from ...errors import ConfigurationError
 from ...inbox import Inbox
 from ...message import Message
 from ...outbox import Added, Addition, Outbox
 from ...writer import Writer
+from .decisions import ask, ask_async, asking
 from .keys import Keys, dedupe_field, lane
 from .record import packed
 from .scripts import script
@@ -102,6 +104,10 @@ class RedisWriter(_NoInbox):
         _wake(outbox, additions)
         return _added(additions, answers)
 
+    def ask(self, connection: Foreign, outbox: Outbox, question: Question) -> object:
+        """Answer a question about tickets with one script."""
+        return ask(connection, outbox, asking(question, outbox, _words))
+
 
 class AsyncRedisWriter(_NoInbox):
     """A client or pipeline whose calls are awaited."""
@@ -122,6 +128,10 @@ class AsyncRedisWriter(_NoInbox):
             return _hoped(additions)
         _wake(outbox, additions)
         return _added(additions, answers)
+
+    async def ask(self, connection: Foreign, outbox: Outbox, question: Question) -> object:
+        """Answer a question about tickets with one script."""
+        return await ask_async(connection, outbox, asking(question, outbox, _words))
 
 
 def _hoped(additions: Sequence[Addition]) -> list[Added]:

@@ -1,4 +1,7 @@
--- Lease a message anew to the one who has it.
--- KEYS[1] is its mark, ARGV the token of the claim and for how many milliseconds. Answers 1, or 0 if the claim is lost.
-if redis.call('TYPE', KEYS[1]).ok ~= 'string' or redis.call('GET', KEYS[1]) ~= 'p:' .. ARGV[1] then return 0 end
-return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+-- Have a ticket that has not ended end at another time.
+-- ARGV: the ticket, and when it ends. Answers how it stands, or that it is not known.
+local ticket, expires = ARGV[1], ARGV[2]
+local status = look(ticket)
+if not status then return { 'stale' } end
+if status == OPEN then place(ticket, expires) end
+return { WORDS[status] }
