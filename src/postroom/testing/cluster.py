@@ -19,8 +19,8 @@ __all__ = ["RedisCluster", "RedisGroup", "RedisReplicated", "ValkeyCluster", "Va
 _SLOTS: Final = 16_384
 _PRIMARIES: Final = 3
 _INTERVAL: Final = timedelta(milliseconds=20)
-#: Otherwise a primary waits for some seconds whether more replicas come, and looks after them only now and then.
-_PROMPT: Final = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}
+#: Otherwise a primary waits for seconds whether more replicas come, and in its end for those that hang.
+_PROMPT: Final = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1", "shutdown-timeout": "0"}
 
 
 class RedisGroup(ABC):
@@ -111,8 +111,9 @@ class RedisReplicated(RedisGroup):
         return self.nodes[1]
 
     def is_connected(self) -> bool:
-        """Tell whether the primary has a replica that has all the data."""
-        return "state=online" in _text(self.primary.client, "INFO", "replication")
+        """Tell whether the primary has a replica, which has all the data."""
+        has_one = "state=online" in _text(self.primary.client, "INFO", "replication")
+        return has_one and _is_following(self.replica)
 
     def wait_until_connected(self) -> None:
         """Return once the replica follows."""
@@ -276,8 +277,12 @@ def _myself(client: RedisClient) -> _Member:
 
 def _is_working(node: RedisServer) -> bool:
     """Tell whether a server takes commands, and has all the data if it follows another."""
-    is_following = "master_link_status:down" not in _text(node.client, "INFO", "replication")
-    return is_following and "cluster_state:ok" in _text(node.client, "CLUSTER", "INFO")
+    return _is_following(node) and "cluster_state:ok" in _text(node.client, "CLUSTER", "INFO")
+
+
+def _is_following(node: RedisServer) -> bool:
+    """Tell whether a server has what its primary has; one that is a primary itself has all there is."""
+    return "master_link_status:down" not in _text(node.client, "INFO", "replication")
 
 
 def _text(client: RedisClient, *words: str) -> str:

@@ -130,6 +130,8 @@ class RedisServer(Server):
             "appendonly": "yes",
             "appendfsync": "always",
             "maxmemory-policy": "noeviction",
+            # Otherwise it stays when it is told to end while it writes its first log, as a replica does.
+            "shutdown-on-sigterm": "force",
             **self._settings,
         }
         pairs = [word for name, value in settings.items() for word in (f"--{name}", value)]
