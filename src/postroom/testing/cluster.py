@@ -113,7 +113,7 @@ class RedisReplicated(RedisGroup):
     def is_connected(self) -> bool:
         """Tell whether the primary has a replica, which has all the data."""
         has_one = "state=online" in _text(self.primary.client, "INFO", "replication")
-        return has_one and _is_following(self.replica)
+        return has_one and self.replica.answers() and _is_following(self.replica)
 
     def wait_until_connected(self) -> None:
         """Return once the replica follows."""
@@ -165,7 +165,7 @@ class RedisCluster(RedisGroup):
         """Return the server that serves a key now, as the first that runs sees it."""
         client = self.living[0].client
         slot = client.ask("CLUSTER", "KEYSLOT", key)
-        return self._first(client, lambda member: slot in member.slots, f"serves slot {slot}")
+        return self._first(client, lambda member: any(slot in part for part in member.slots), f"serves slot {slot}")
 
     def replica_of(self, primary: RedisServer) -> RedisServer:
         """Return the server that follows a primary."""
@@ -187,7 +187,7 @@ class RedisCluster(RedisGroup):
         if len(views) != 1:
             return False
         view = views.pop()
-        served = sum(len(member.slots) for member in view)
+        served = sum(len(part) for member in view for part in member.slots)
         ports = {node.port for node in self.living}
         return served == _SLOTS and {member.port for member in view} == ports and all(map(_is_working, self.living))
 
@@ -253,7 +253,7 @@ class _Member:
     port: int
     bus: int
     leader: str
-    slots: frozenset[int]
+    slots: tuple[range, ...]
     is_well: bool = True
 
 
@@ -264,10 +264,11 @@ def _members(client: RedisClient) -> list[_Member]:
 def _member(words: Sequence[str]) -> _Member:
     identity, address, flags, leader, _, _, _, _, *slots = words
     port, _, bus = address.partition(",")[0].rpartition(":")[2].partition("@")
-    ranges = [slot.partition("-") for slot in slots if not slot.startswith("[")]
-    numbers = frozenset(slot for first, _, last in ranges for slot in range(int(first), int(last or first) + 1))
+    # What stands in brackets is on its way to another server.
+    ends = [slot.partition("-") for slot in slots if not slot.startswith("[")]
+    served = tuple(range(int(first), int(last or first) + 1) for first, _, last in ends)
     is_well = {"fail", "fail?", "handshake", "noaddr"}.isdisjoint(flags.split(","))
-    return _Member(identity, int(port), int(bus), leader, numbers, is_well)
+    return _Member(identity, int(port), int(bus), leader, served, is_well)
 
 
 def _myself(client: RedisClient) -> _Member:
