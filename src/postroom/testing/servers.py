@@ -140,7 +140,7 @@ class RedisServer(Server):
     def _named(self, program: Path, home: Path) -> Path:
         link = home / self.names[0]
         if program.name != link.name and not link.is_symlink():
-            link.symlink_to(program)
+            link.symlink_to(program.resolve())
         return link if link.is_symlink() else program
 
 
