@@ -162,7 +162,8 @@ class ValkeyClient(RedisClient):
 
 def _greeting(url: SplitResult) -> list[Sequence[str | int]]:
     login = [unquote(part) for part in (url.username, url.password) if part]
-    number = url.path[1:]
+    # A connection begins with database 0; a server that is busy with a script would not even let it be chosen.
+    number = url.path[1:].removeprefix("0")
     return [*([["AUTH", *login]] if login else []), *([["SELECT", number]] if number else [])]
 
 
