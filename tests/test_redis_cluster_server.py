@@ -115,6 +115,12 @@ class TestCluster:
 
         assert (cluster.primary_of(key), cluster.replica_of(new)) == (new, old)
 
+    def test_is_not_whole_before_all_have_noticed_that_a_replica_died(self, cluster: RedisCluster) -> None:
+        cluster.kill_node(cluster.replica_of(cluster.primary_of("{shop}")))
+
+        assert not cluster.is_whole()
+        cluster.wait_until_whole()
+
     def test_has_no_server_that_follows_a_replica(self, cluster: RedisCluster) -> None:
         replica = cluster.replica_of(cluster.primary_of("{shop}"))
 
