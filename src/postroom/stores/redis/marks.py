@@ -70,7 +70,9 @@ class Renewal:
         while is_mine and self._loop.time() + self._every < self._end:
             with contextlib.suppress(StoreError):  # it is tried again before the lease ends
                 lease = milliseconds(self._lease)
-                is_mine = await self._client.evaluate(alone("renew_mark"), [self._mark.key], self._mark.token, lease) == 1
+                is_mine = (
+                    await self._client.evaluate(alone("renew_mark"), [self._mark.key], self._mark.token, lease) == 1
+                )
             await asyncio.sleep(self._every)
 
     async def stop(self) -> None:

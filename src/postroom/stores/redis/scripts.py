@@ -20,12 +20,12 @@ class Script(NamedTuple):
 @lru_cache(maxsize=32)
 def script(name: str) -> Script:
     """Return a script by the name of its file."""
-    return composed(source(name))
+    return composed(source(name), common="stream_common" if name.startswith("stream_") else "common")
 
 
-def composed(text: str) -> Script:
-    """Return a script with what all of them have in common before it."""
-    return _digested(f"{source('common')}\n{text}")
+def composed(text: str, *, common: str = "common") -> Script:
+    """Return a script with what all of its kind have in common before it."""
+    return _digested(f"{source(common)}\n{text}")
 
 
 @lru_cache(maxsize=32)

@@ -19,6 +19,7 @@ from .decisions import ask, ask_async, asking
 from .keys import Keys, dedupe_field, lane
 from .record import packed
 from .scripts import script
+from .stream_outbox import StreamOutbox
 
 __all__ = ["AsyncRedisWriter", "RedisWriter", "writer_for"]
 
@@ -94,6 +95,8 @@ class RedisWriter(_NoInbox):
         self, connection: Foreign, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
     ) -> list[Added]:
         """Store messages with one script; in a pipeline, when it is executed."""
+        if isinstance(outbox, StreamOutbox):
+            return self._append(connection, additions, outbox)
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
@@ -108,6 +111,18 @@ class RedisWriter(_NoInbox):
         """Answer a question about tickets with one script."""
         return ask(connection, outbox, asking(question, outbox, _words))
 
+    @staticmethod
+    def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[Added]:
+        """Append messages to a stream, all or none of them."""
+        commands = outbox.commands(additions)
+        queue = connection if _is_queueing(connection) else connection.pipeline(transaction=True)
+        for command in commands:
+            queue.execute_command(*command)
+        if queue is not connection:
+            queue.execute()
+            _wake(outbox, additions)
+        return _hoped(additions)
+
 
 class AsyncRedisWriter(_NoInbox):
     """A client or pipeline whose calls are awaited."""
@@ -116,6 +131,8 @@ class AsyncRedisWriter(_NoInbox):
         self, connection: Foreign, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
     ) -> list[Added]:
         """Store messages with one script; in a pipeline, when it is executed."""
+        if isinstance(outbox, StreamOutbox):
+            return await self._append(connection, additions, outbox)
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
@@ -132,6 +149,20 @@ class AsyncRedisWriter(_NoInbox):
     async def ask(self, connection: Foreign, outbox: Outbox, question: Question) -> object:
         """Answer a question about tickets with one script."""
         return await ask_async(connection, outbox, asking(question, outbox, _words))
+
+    @staticmethod
+    async def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[Added]:
+        """Append messages to a stream, all or none of them."""
+        commands = outbox.commands(additions)
+        queue = connection if _is_queueing(connection) else connection.pipeline(transaction=True)
+        for command in commands:
+            queued = queue.execute_command(*command)
+            if asyncio.iscoroutine(queued):
+                await queued
+        if queue is not connection:
+            await queue.execute()
+            _wake(outbox, additions)
+        return _hoped(additions)
 
 
 def _hoped(additions: Sequence[Addition]) -> list[Added]:
