@@ -32,7 +32,7 @@ from postroom.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from postroom.inbox import Inbox, Mode
+from postroom.inbox import Inbox
 from postroom.middleware import InboxMiddleware, OutboxMiddleware, TransactionMiddleware, transactional
 from postroom.middleware.chain import Middleware
 from postroom.store import Dead, Delivered, Outcome, Release, Retry
@@ -850,25 +850,14 @@ async def test_whoever_was_fenced_starts_again_and_finds_the_message_done(shop: 
     assert [type(event) for event in late.heard] == [events.DuplicateSkipped]
 
 
-class ShopStore(RedisStore):
-    """A store whose outbox and inbox are written in the transactions of handlers."""
-
-    def __init__(self, shop: Shop) -> None:
-        super().__init__(shop.client, namespace=shop.tag)
-        self._transactions = shop.transactions
-
-    def transactions(self) -> RedisTransactions:
-        return self._transactions
-
-    def inbox(
-        self, consumer: str, *, mode: Mode, retention: timedelta, redelivery_horizon: timedelta | None
-    ) -> RedisInbox:
-        return RedisInbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
-
-
 async def test_the_whole_stack_in_one_takes_a_message_from_the_broker_to_the_outbox(shop: Shop) -> None:
     """S0-09, S0-10, S0-11, S0-15, S0-44, S0-60: handled once, stored together, acknowledged last; then a duplicate."""
-    store, broker, router, heard = ShopStore(shop), MemoryBroker(), Router(), list[events.Event]()
+    store, broker, router, heard = (
+        RedisStore(shop.client, namespace=shop.tag),
+        MemoryBroker(),
+        Router(),
+        list[events.Event](),
+    )
     stack = transactional(store, consumer="stock", listener=heard.append)
     placed = message()
 
@@ -892,7 +881,7 @@ async def test_the_whole_stack_in_one_takes_a_message_from_the_broker_to_the_out
 
 async def test_a_message_that_fails_too_often_is_a_dead_letter_beside_the_inbox_once(shop: Shop) -> None:
     """S0-21: kept with its error, once for each consumer and message, and acknowledged then."""
-    store, handled = ShopStore(shop), message(tenant_id=TENANT)
+    store, handled = RedisStore(shop.client, namespace=shop.tag), message(tenant_id=TENANT)
     stack = transactional(store, consumer="stock", max_attempts=1, listener=lambda _: None)
     box = store.inbox("stock", mode="pessimistic", retention=timedelta(days=1), redelivery_horizon=None)
 
@@ -908,7 +897,7 @@ async def test_a_message_that_fails_too_often_is_a_dead_letter_beside_the_inbox_
 
 async def test_a_message_in_quarantine_is_a_dead_letter(shop: Shop) -> None:
     """S0-30: reliability 3.2: it is put where somebody will find it, however few attempts it has had."""
-    store, handled = ShopStore(shop), message()
+    store, handled = RedisStore(shop.client, namespace=shop.tag), message()
     box = store.inbox("stock", mode="pessimistic", retention=timedelta(days=1), redelivery_horizon=None)
     await shop.client.set(box.key(shop.tag, handled), f"partial:{uuid4().hex} 1 of 2 applied: ERR")
     stack = transactional(store, consumer="stock", listener=lambda _: None)

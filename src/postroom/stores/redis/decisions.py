@@ -34,12 +34,12 @@ from ...outbox import Addition, Outbox
 from .keys import Keys
 from .scripts import Script, composed, function, source
 
-__all__ = ["Asking", "ask", "ask_async", "asking", "ticket_keys"]
+__all__ = ["NO_PIPELINE", "Asking", "ask", "ask_async", "asking", "ticket_keys"]
 
 # Clients of the library have no type that names both kinds.
 Foreign = Any
 
-_NO_PIPELINE: Final = (
+NO_PIPELINE: Final = (
     "a pipeline tells what a script answers when it is executed, which is too late here; pass the client itself"
 )
 #: A script holds up everybody else's commands, so none does more than this.
@@ -127,7 +127,7 @@ def _is_queueing(connection: Foreign, asking: Asking) -> bool:
     """Tell whether a connection is a pipeline; refuse one where the answer is what counts."""
     is_queueing = hasattr(connection, "execute")
     if is_queueing and not isinstance(asking.question, Schedule):
-        raise ConfigurationError(_NO_PIPELINE)
+        raise ConfigurationError(NO_PIPELINE)
     return is_queueing
 
 

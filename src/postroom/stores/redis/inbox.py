@@ -8,11 +8,13 @@ from datetime import timedelta
 from typing import Final, Literal, TypeAlias
 from urllib.parse import quote
 
+from ...decisions import Question
 from ...errors import ConfigurationError, InvalidMessageError, MessageBusyError, QuarantinedError
 from ...inbox import Inbox, Mode
 from ...message import Message
 from ...outbox import Added, Addition, Outbox
 from ...writer import Writer
+from .decisions import NO_PIPELINE
 from .keys import Keys
 from .marks import Mark, Renewal, milliseconds
 from .record import packed
@@ -178,6 +180,10 @@ class RecorderWriter:
         field = f"{quote(inbox.consumer, safe='')}:{_identity(message)}"
         await connection.execute_command("HSETNX", key, field, packed(message))
         await connection.execute_command("HSETNX", key, f"{field}:error", error)
+
+    def ask(self, connection: Recorder, outbox: Outbox, question: Question) -> object:
+        """Refuse: what a script answers is known when the transaction is over."""
+        raise ConfigurationError(NO_PIPELINE)
 
 
 def _of_redis(inbox: Inbox) -> RedisInbox:
