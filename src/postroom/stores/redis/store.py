@@ -207,6 +207,11 @@ class RedisStore:
         """Return what adds messages to this store."""
         return Outbox(namespace=self.namespace, table=self._table, wake=wake)
 
+    @property
+    def client(self) -> Any:  # noqa: ANN401 -- of a library that is an extra
+        """The client of redis-py that this store uses, for adapters on the same server."""
+        return self._client.foreign
+
     def transactions(self) -> RedisTransactions:
         """Return what opens transactions on the server of this store; always the same."""
         return self._transactions
