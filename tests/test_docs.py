@@ -24,11 +24,12 @@ import sqlalchemy
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 import postroom
-from postroom import Message, Router
+from postroom import Consumer, Message, Router, transactional
 from postroom.brokers import MemoryBroker
 from postroom.decisions import Enqueued
 from postroom.errors import CommitUnknownError, RejectError
 from postroom.middleware import Next
+from postroom.store import ClaimTerms
 from postroom.stores import PostgresStore
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.waiting import until
@@ -336,3 +337,33 @@ async def test_the_pattern_of_tickets_works_as_printed(names: dict[str, Any], va
         await execute(in_redis.replace('"shop"', f'"{namespace}"').replace("seat:7", namespace), names)
         assert await names["decisions"].find_due(client) == []
     assert isinstance(names["answer"], Enqueued)
+
+
+async def test_the_page_about_redis_is_true(valkey_url: str) -> None:
+    """S0-05, S0-06, S0-29, S0-58: added in a pipeline, delivered, and handled by code that knows no Redis."""
+    adding, delivering, handling = (
+        snippet.replace("redis://localhost:6379", valkey_url) for snippet in snippets("docs/redis.md")
+    )
+    names: dict[str, Any] = {}
+    await execute(adding, names)
+    await names["place"](7)
+    client = names["client"]
+    await execute(delivering, names)
+    [claim] = await names["store"].claim(10, ClaimTerms(worker=uuid4()))
+    await names["store"].close()
+    await execute(handling, names)
+    broker = MemoryBroker()
+    names["consumer"] = Consumer(
+        broker.subscribe("orders", group="stock"), names["router"], transactional(names["store"], consumer="stock")
+    )
+    async with running(names["consumer"].run()):
+        order = Message(topic="orders", type="order.placed", payload=b'{"item": "apple"}')
+        for _ in range(2):
+            await broker.publish([order])
+            await until(lambda: not broker.backlog("stock"), "the acknowledgement")
+
+    assert (claim.message.topic, claim.message.key) == ("orders", "7")
+    assert await client.hgetall("{shop}:orders") == {b"7": b"placed"}
+    assert await client.hgetall("{shop}:stock") == {b"apple": b"-1"}
+    await names["store"].close()
+    await client.aclose()
