@@ -12,20 +12,26 @@ import pkgutil
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
+import redis.asyncio
 import sqlalchemy
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 import postroom
-from postroom import Message, Router
+from postroom import Consumer, Message, Router, transactional
 from postroom.brokers import MemoryBroker
+from postroom.decisions import Enqueued
 from postroom.errors import CommitUnknownError, RejectError
 from postroom.middleware import Next
+from postroom.store import ClaimTerms
 from postroom.stores import PostgresStore
+from postroom.testing.clients import ValkeyClient
 from postroom.testing.waiting import until
 
 ROOT = Path(__file__).parents[1]
@@ -284,7 +290,7 @@ async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
     await pool.execute("CREATE TABLE handled (consumer text, message_id uuid, PRIMARY KEY (consumer, message_id))")
     await pool.execute("CREATE TABLE stock (reserved int)")
     await pool.execute("INSERT INTO stock VALUES (0)")
-    command_handler, consumer = snippets("docs/patterns.md")
+    command_handler, consumer, *_ = snippets("docs/patterns.md")
 
     await execute(command_handler, names)
 
@@ -303,3 +309,61 @@ async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
         await names["reserve"](message)
     await names["reserve"](Message(topic="orders", payload=b"{}"))
     assert await pool.fetchval("SELECT reserved FROM stock") == 2
+
+
+async def test_the_pattern_of_tickets_works_as_printed(names: dict[str, Any], valkey_server: ValkeyClient) -> None:
+    """S3-25, S3-27: on SQL and in Redis."""
+    pool = names["pool"]
+    await pool.execute("CREATE TABLE seats (name text PRIMARY KEY)")
+    *_, on_sql, in_redis = snippets("docs/patterns.md")
+
+    await execute(on_sql, names)
+    await names["reserve"]("A1", hold=timedelta(0))
+    await names["reserve"]("A2", hold=timedelta(0))
+    await names["reserve"]("A3")
+    in_time = await names["give_back"]("A2")
+    for _ in range(2):
+        await names["expire"]()
+    too_late = await names["give_back"]("A1")
+
+    assert (in_time, too_late) == (True, False)
+    assert [row["name"] for row in await pool.fetch("SELECT name FROM seats ORDER BY name")] == ["A2", "A3"]
+    topics = [row["topic"] for row in await pool.fetch("SELECT topic FROM postroom_outbox ORDER BY seq")]
+    assert topics == ["seats.given_back", "seats.expired"]
+
+    namespace = f"ns-{uuid4().hex}"
+    async with redis.asyncio.Redis.from_url(valkey_server.dsn) as client:
+        names["client"] = client
+        await execute(in_redis.replace('"shop"', f'"{namespace}"').replace("seat:7", namespace), names)
+        assert await names["decisions"].find_due(client) == []
+    assert isinstance(names["answer"], Enqueued)
+
+
+async def test_the_page_about_redis_is_true(valkey_url: str) -> None:
+    """S0-05, S0-06, S0-29, S0-58: added in a pipeline, delivered, and handled by code that knows no Redis."""
+    adding, delivering, handling = (
+        snippet.replace("redis://localhost:6379", valkey_url) for snippet in snippets("docs/redis.md")
+    )
+    names: dict[str, Any] = {}
+    await execute(adding, names)
+    await names["place"](7)
+    client = names["client"]
+    await execute(delivering, names)
+    [claim] = await names["store"].claim(10, ClaimTerms(worker=uuid4()))
+    await names["store"].close()
+    await execute(handling, names)
+    broker = MemoryBroker()
+    names["consumer"] = Consumer(
+        broker.subscribe("orders", group="stock"), names["router"], transactional(names["store"], consumer="stock")
+    )
+    async with running(names["consumer"].run()):
+        order = Message(topic="orders", type="order.placed", payload=b'{"item": "apple"}')
+        for _ in range(2):
+            await broker.publish([order])
+            await until(lambda: not broker.backlog("stock"), "the acknowledgement")
+
+    assert (claim.message.topic, claim.message.key) == ("orders", "7")
+    assert await client.hgetall("{shop}:orders") == {b"7": b"placed"}
+    assert await client.hgetall("{shop}:stock") == {b"apple": b"-1"}
+    await names["store"].close()
+    await client.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from datetime import timedelta
 from uuid import uuid4
 
 import pytest
@@ -51,12 +52,19 @@ MADE = [
     (errors.InvalidTopicError("", 249), "pass another topic="),
     (errors.InvalidKeyError("", 255), "pass key=None"),
     (errors.InvalidDedupeKeyError("x" * 300, 255), "hash a longer one"),
+    (errors.InvalidTicketError("", 255), "hash a longer one"),
     (errors.TenantMismatchError(uuid4(), "k"), "must begin with"),
     (errors.PayloadTooLargeError(2, 1), "send a reference"),
     (errors.AlreadyHandledError(uuid4(), None), "was handled by somebody else"),
     (errors.EncodeError(object(), "no form"), "pass a dict"),
     (errors.NotInTransactionError("run BEGIN"), "pass outside_transaction=True"),
     (errors.TransactionAbortedError(), "roll back and start again"),
+    (errors.CommandRefusedError("GET", "read before"), "GET cannot be part of this transaction: read before"),
+    (errors.CommitRefusedError("'k' is a set"), "nothing of the transaction was applied: 'k' is a set"),
+    (errors.PartlyAppliedError("k", "overflow"), "Put the data right by hand, then delete 'k'"),
+    (errors.QuarantinedError("k", "overflow"), "see 'k'"),
+    (errors.FencedError(), "raise lease= or longest="),
+    (errors.MessageBusyError(timedelta(seconds=5)), r"looked at again in 5\.0 s"),
     (errors.CommitUnknownError(), "look for the message id"),
     (errors.AlreadyStartedError("a handler was added"), "do it before"),
     (errors.HandlerExistsError("order.placed"), "one type has one handler, which may call several"),

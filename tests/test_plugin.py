@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from postroom.testing.clients import MariaDBClient, PostgresClient, ValkeyClient
+from postroom.testing.clients import MariaDBClient, PostgresClient, RedisClient, ValkeyClient
 from postroom.testing.programs import MARIADB, POSTGRES
-from postroom.testing.servers import MariaDBServer, PostgresServer, ValkeyServer
+from postroom.testing.servers import MariaDBServer, PostgresServer, RedisServer, ValkeyServer
 
 pytest_plugins = ["pytester"]
 
@@ -34,6 +34,31 @@ def test_records(postgres_server, postgres_dsn, number):
     assert postgres_server.query("SELECT 1") == "1"
     line = f"{os.getpid()} {postgres_server.dsn} {postgres_dsn}"
     (pathlib.Path(os.environ["RECORDS"]) / str(number)).write_text(line)
+"""
+
+REDIS_TESTS = """
+import os, pathlib, pytest
+from postroom.testing.clients import RedisClient
+
+@pytest.mark.parametrize("number", range(6))
+def test_records(redis_url, valkey_url, number):
+    for url in (redis_url, valkey_url):
+        assert RedisClient(url).ask("DBSIZE") == 0
+        RedisClient(url).ask("SET", "left", number)
+    line = f"{os.getpid()} {redis_url} {valkey_url}"
+    (pathlib.Path(os.environ["RECORDS"]) / str(number)).write_text(line)
+
+def test_both(redis_like_url):
+    assert RedisClient(redis_like_url).ask("DBSIZE") == 0
+"""
+
+CLUSTER_TESTS = """
+import os, pathlib, pytest
+
+@pytest.mark.parametrize("number", range(6))
+def test_records(valkey_cluster, number):
+    assert "cluster_state:ok" in valkey_cluster.ask("CLUSTER", "INFO")
+    (pathlib.Path(os.environ["RECORDS"]) / str(number)).write_text(f"{os.getpid()} {valkey_cluster.dsn}")
 """
 
 USER_SUITE = """
@@ -242,6 +267,16 @@ class TestSharedServer:
         left = postgres_server.query("SELECT datname FROM pg_database").split()
         assert not set(names) & set(left)
 
+    def test_can_be_a_cluster(self, run: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RECORDS", str(tmp_path))
+        run.makepyfile(CLUSTER_TESTS)
+
+        run.runpytest_subprocess("-n", "2", "--dist", "load").assert_outcomes(passed=6)
+
+        processes, clusters = map(set, zip(*(record.read_text().split() for record in tmp_path.iterdir()), strict=True))
+        assert (len(processes), len(clusters)) == (2, 1)
+        assert not RedisClient(clusters.pop()).answers()
+
     def test_is_not_the_private_one(self, valkey_server: ValkeyClient, private_valkey: ValkeyServer) -> None:
         """A test that kills its server must not pull the rug from under the others."""
         private_valkey.kill9()
@@ -255,6 +290,29 @@ def test_private_servers_are_of_the_kind_they_are_named_after(
 ) -> None:
     assert private_postgres.client.query("SELECT version()").startswith("PostgreSQL")
     assert "MariaDB" in private_mariadb.client.query("SELECT version()")
+
+
+def test_private_redis_servers_are_of_the_kind_they_are_named_after(
+    private_redis: RedisServer, private_valkey: ValkeyServer
+) -> None:
+    assert "valkey" not in str(private_redis.client.ask("INFO", "server"))
+    assert "valkey" in str(private_valkey.client.ask("INFO", "server"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_redis_database_is_empty_and_nobody_elses(
+    run: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setenv("RECORDS", str(tmp_path))
+    run.makepyfile(REDIS_TESTS)
+
+    run.runpytest_subprocess("-n", str(workers), "--dist", "load").assert_outcomes(passed=8)
+
+    records = {tuple(record.read_text().split()) for record in tmp_path.iterdir()}
+    processes, redises, valkeys = map(set, zip(*records, strict=True))
+    assert [len(processes), len(redises), len(valkeys), len(records)] == [max(workers, 1)] * 4
+    assert {urlsplit(url).path for url in redises} == {f"/{number + 1}" for number in range(max(workers, 1))}
+    assert not redises & valkeys
 
 
 def test_an_sqlite_path_leads_to_no_file_yet(sqlite_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -22,13 +23,14 @@ import pytest
 
 from postroom.errors import InvalidNameError
 from postroom.testing import processes
-from postroom.testing.clients import PostgresClient, SqlClient
+from postroom.testing.clients import PostgresClient, RedisClient, SqlClient
 from postroom.testing.plugin import skip_or_fail
 from postroom.testing.processes import descendants, is_gone, is_stopped, watch
-from postroom.testing.programs import POSTGRES, Programs, relocate
+from postroom.testing.programs import POSTGRES, REDIS, VALKEY, Programs, relocate
 from postroom.testing.servers import (
     MariaDBServer,
     PostgresServer,
+    RedisServer,
     Server,
     ServerError,
     ServerMissingError,
@@ -38,7 +40,8 @@ from postroom.testing.servers import (
 
 T = TypeVar("T")
 SQL = [PostgresServer, MariaDBServer]
-ALL = [*SQL, ValkeyServer]
+REDIS_LIKE = [RedisServer, ValkeyServer]
+ALL = [*SQL, *REDIS_LIKE]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root has a privilege to drop")
 
 # Starts a server and waits to be killed, as a test run may be.
@@ -248,6 +251,108 @@ class TestEverySqlServer:
         assert sql_server.pid == 0
 
 
+@pytest.fixture
+def redis_like(server: Server) -> RedisServer:
+    assert isinstance(server, RedisServer)
+    return server
+
+
+@pytest.mark.parametrize("started", REDIS_LIKE, indirect=True, ids=title)
+class TestEveryRedisServer:
+    def test_keeps_what_was_answered_to(self, redis_like: RedisServer) -> None:
+        for number in range(20):
+            redis_like.client.ask("SET", f"order-{number}", number)
+
+        redis_like.kill9()
+        redis_like.start()
+
+        found = [redis_like.client.ask("GET", f"order-{number}") for number in range(20)]
+        assert found == [str(number) for number in range(20)]
+
+    @pytest.mark.parametrize(
+        ("setting", "value"),
+        [
+            ("appendonly", "yes"),
+            ("appendfsync", "always"),
+            ("maxmemory-policy", "noeviction"),
+            ("databases", "64"),
+            ("save", ""),
+        ],
+    )
+    def test_is_set_up_so_that_nothing_is_lost(self, redis_like: RedisServer, setting: str, value: str) -> None:
+        assert redis_like.client.ask("CONFIG", "GET", setting) == [setting, value]
+
+    def test_does_not_stand_in_for_the_other(self, redis_like: RedisServer) -> None:
+        """A suite that runs twice on one of them has tested the other never."""
+        told = str(redis_like.client.ask("INFO", "server"))
+
+        assert ("server_name:valkey" in told) == isinstance(redis_like, ValkeyServer)
+
+    def test_ends_while_it_writes_its_first_log(self, redis_like: RedisServer) -> None:
+        """It refuses to by default, and would be killed when all patience is gone."""
+        client = redis_like.client
+        client.ask("CONFIG", "SET", "appendonly", "no")
+        client.ask("CONFIG", "SET", "rdb-key-save-delay", 100_000)  # so that it writes for seconds
+        client.ask("MSET", *(word for number in range(200) for word in (f"key-{number}", number)))
+        client.ask("CONFIG", "SET", "appendonly", "yes")
+        began = time.monotonic()
+
+        redis_like.stop()
+
+        assert time.monotonic() - began < 15
+
+
+class TestRedisClient:
+    def test_logs_in_and_speaks_to_the_database_of_its_url(self, private_redis: RedisServer) -> None:
+        private_redis.client.ask("ACL", "SETUSER", "guest", "on", ">s/ecret", "~*", "+@all")
+        guest = RedisClient(f"redis://guest:s%2Fecret@127.0.0.1:{private_redis.port}/0")
+
+        RedisClient(guest.database(3)).ask("SET", "order", "42")
+
+        assert guest.ask("ACL", "WHOAMI") == "guest"
+        assert guest.ask("GET", "order") is None
+        assert RedisClient(private_redis.client.database(3)).ask("GET", "order") == "42"
+
+    def test_reads_every_kind_of_answer(self, redis_url: str) -> None:
+        client = RedisClient(redis_url)
+
+        assert client.ask("SET", "order", "forty\r\ntwo") == "OK"
+        assert client.ask("GET", "order") == "forty\r\ntwo"
+        assert client.ask("STRLEN", "order") == 10
+        assert client.ask("EVAL", "return {1, 'two', {redis.call('GET', 'none')}, {}}", 0) == [1, "two", [None], []]
+
+    def test_passes_on_what_the_server_says_to_a_wrong_command(self, redis_url: str) -> None:
+        with pytest.raises(ServerError, match="unknown command 'NONSENSE'"):
+            RedisClient(redis_url).ask("NONSENSE")
+
+    def test_refuses_a_wrong_password_without_repeating_it(self, redis_server: RedisClient) -> None:
+        url = redis_server.dsn.replace("://", "://guest:secret@")
+
+        with pytest.raises(ServerError, match="WRONGPASS") as caught:
+            RedisClient(url).ask("PING")
+
+        assert "secret" not in str(caught.value)
+
+    def test_does_not_wait_for_ever(self, private_redis: RedisServer) -> None:
+        private_redis.pause()
+
+        with pytest.raises(ServerError, match=f"127.0.0.1:{private_redis.port} did not answer PING: timed out"):
+            private_redis.client.ask("PING", patience=timedelta(milliseconds=100))
+
+    def test_says_so_if_the_server_hangs_up(self) -> None:
+        def hang_up() -> None:
+            guest, _ = listener.accept()
+            with guest:
+                guest.recv(100)
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = threading.Thread(target=hang_up)
+            server.start()
+            with pytest.raises(ServerError, match="the server hung up"):
+                RedisClient(f"redis://127.0.0.1:{listener.getsockname()[1]}").ask("PING")
+            server.join()
+
+
 @pytest.fixture(params=["postgres_server", "mariadb_server"])
 def client(request: pytest.FixtureRequest) -> SqlClient:
     shared = request.getfixturevalue(request.param)
@@ -431,6 +536,30 @@ class TestPrograms:
         found = Programs(title="P", variable="P_BIN", packages="p").find("oldname", "newname")
 
         assert found == tmp_path / "newname"
+
+    def test_redis_and_valkey_are_not_taken_for_each_other(self, tmp_path: Path) -> None:
+        for program, other in (("redis-server", ValkeyServer), ("valkey-server", RedisServer)):
+            install(tmp_path / program / program)
+
+            with pytest.raises(ServerMissingError):
+                other.programs.find(*other.names, folder=tmp_path / program)
+
+        assert {REDIS.variable, VALKEY.variable} == {"POSTROOM_REDIS_BIN", "POSTROOM_VALKEY_BIN"}
+
+    def test_the_redis_of_debian_is_found_where_its_service_is_not_installed(self, tmp_path: Path) -> None:
+        """There the binary has the name of a tool, and is a server only if it is called one."""
+        try:
+            found = REDIS.find(*RedisServer.names)
+        except ServerMissingError as error:
+            skip_or_fail(error)
+        (tmp_path / "redis-check-rdb").symlink_to(found.resolve())
+
+        with RedisServer(folder=tmp_path) as server:
+            command = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+            server.restart()
+
+            assert command.startswith(f"{server.home}/redis-server".encode())
+            assert "redis_version" in str(server.client.ask("INFO", "server"))
 
     def test_a_server_without_its_client_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Otherwise every start would wait in vain for an answer."""

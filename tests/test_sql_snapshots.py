@@ -13,6 +13,7 @@ from uuid import UUID
 
 import pytest
 
+from postroom.decisions import Cancel, Decide, FindDue, Forget, Renew, Schedule
 from postroom.message import Message
 from postroom.outbox import Addition
 from postroom.store import Claim, ClaimTerms, Dead, Delivered, Outcome, Release, Retry, Settlement
@@ -96,7 +97,23 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
         "look for the mark of a message": list(told(dialect.has("stock", MESSAGE))),
         "purge the inbox": list(told(dialect.purge_inbox("stock", timedelta(days=7), 1000), [(row[0], row[0])])),
         "keep a dead letter": list(told(dialect.bury_letter("stock", MESSAGE, "never"))),
+        **ticket_operations(dialect, one),
         "look at the server": [next(dialect.probe())],
+    }
+
+
+def ticket_operations(dialect: Dialect, event: Addition) -> dict[str, list[Statement]]:
+    ticket, moment = "ticket-7", datetime(2026, 1, 1, tzinfo=UTC)
+    found = [("scheduled", 1_767_225_600_000, True)]
+    held = (found,) if dialect.name != "sqlite" else ((), found)
+    decide, cancel = Decide(ticket, moment, event, is_revoked=False), Cancel(ticket, event)
+    return {
+        "schedule a ticket": list(told(dialect.schedule_ticket("shop", Schedule(ticket, moment)), (), *held)),
+        "renew a ticket": list(told(dialect.renew_ticket("shop", Renew(ticket, moment)), *held)),
+        "find tickets that are due": list(told(dialect.find_due("shop", FindDue(100)))),
+        "decide": list(told(dialect.decide("shop", decide, strict_order=False), *held)),
+        "cancel": list(told(dialect.cancel("shop", cancel, strict_order=False), *held)),
+        "forget tickets": list(told(dialect.forget_tickets("shop", Forget(timedelta(days=7), 1000)))),
     }
 
 

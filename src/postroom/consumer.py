@@ -13,7 +13,7 @@ from .broker import Publisher, Subscriber, describe
 from .crew import Crew
 from .deadline import Limit, Within
 from .delivery import Delivery, current
-from .errors import AlreadyStartedError, ConfigurationError, is_hopeless, is_outage
+from .errors import AlreadyStartedError, ConfigurationError, MessageBusyError, is_hopeless, is_outage
 from .message import Message
 from .middleware.chain import Middleware, chained, check_order
 from .outputs import OutputError, send_outputs
@@ -332,7 +332,8 @@ class Consumer:
             self._tell(events.DeadLettered(message.id, message.type, message.attempt, said))
             return Dead(said)
         self._tell(events.HandlingFailed(message.id, message.type, message.attempt, said))
-        delay = self._backoff(max(message.attempt, 1))
+        # Whoever handles it elsewhere has a lease, which says when to look again.
+        delay = error.delay if isinstance(error, MessageBusyError) else self._backoff(max(message.attempt, 1))
         # A destination or a database that is down is no fault of the message, so it costs no attempt.
         return Release(delay) if isinstance(answer, Release) or is_outage(error) else Retry(said, delay)
 

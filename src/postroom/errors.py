@@ -17,6 +17,7 @@ PostroomError
 │   ├── InvalidDedupeKeyError
 │   ├── InvalidHeaderError
 │   ├── InvalidDueTimeError
+│   ├── InvalidTicketError
 │   ├── TenantMismatchError
 │   ├── PayloadTooLargeError
 │   ├── EncodeError
@@ -26,6 +27,9 @@ PostroomError
 │   ├── NoTransactionError
 │   ├── TransactionClosedError
 │   ├── TransactionAbortedError
+│   ├── CommandRefusedError
+│   ├── CommitRefusedError           nothing was applied
+│   ├── PartlyAppliedError           somebody must look at it
 │   └── CommitUnknownError
 ├── HandlingError                    a received message found nobody who takes it
 │   ├── NoHandlerError
@@ -40,17 +44,21 @@ PostroomError
 │   ├── StoreAuthenticationError
 │   ├── StoreTimeoutError
 │   ├── StoreContentionError
+│   │   └── FencedError
+│   ├── MessageBusyError
 │   └── ReadOnlyStoreError
 └── BrokerError                      what a publisher raises to say what happened
     ├── BrokerUnavailableError       the destination is down: no attempt is spent
     ├── PublishUnknownError          no answer came: it may have been delivered
     └── RejectError                  this message can never be delivered or handled: dead at once
-        └── ExpiredError
+        ├── ExpiredError
+        └── QuarantinedError
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Final, cast
 from uuid import UUID
 
@@ -59,11 +67,14 @@ __all__ = [
     "AlreadyStartedError",
     "BrokerError",
     "BrokerUnavailableError",
+    "CommandRefusedError",
+    "CommitRefusedError",
     "CommitUnknownError",
     "ConfigurationError",
     "DecodeError",
     "EncodeError",
     "ExpiredError",
+    "FencedError",
     "HandlerExistsError",
     "HandlerRejectedError",
     "HandlingError",
@@ -73,7 +84,9 @@ __all__ = [
     "InvalidKeyError",
     "InvalidMessageError",
     "InvalidNameError",
+    "InvalidTicketError",
     "InvalidTopicError",
+    "MessageBusyError",
     "MessageError",
     "MiddlewareOrderError",
     "MissingExtraError",
@@ -81,9 +94,11 @@ __all__ = [
     "NoHandlerError",
     "NoTransactionError",
     "NotInTransactionError",
+    "PartlyAppliedError",
     "PayloadTooLargeError",
     "PostroomError",
     "PublishUnknownError",
+    "QuarantinedError",
     "ReadOnlyStoreError",
     "RejectError",
     "SchemaError",
@@ -212,6 +227,13 @@ class InvalidDueTimeError(MessageError):
     """``due_at`` or ``delay`` does not name one moment."""
 
 
+class InvalidTicketError(MessageError):
+    """The name of a ticket is empty, too long or holds control characters."""
+
+    def __init__(self, ticket: object, longest: int) -> None:
+        super().__init__(bad_text("ticket", ticket, longest) + "; hash a longer one first")
+
+
 class TenantMismatchError(MessageError):
     """A dedupe key does not begin with the tenant it is used for."""
 
@@ -286,6 +308,33 @@ class TransactionAbortedError(TransactionError):
 
     def __init__(self) -> None:
         super().__init__("the transaction has failed and can only be rolled back; roll back and start again")
+
+
+class CommandRefusedError(TransactionError):
+    """A command cannot be part of a transaction that is recorded and applied at its end."""
+
+    def __init__(self, command: str, why: str) -> None:
+        super().__init__(f"{command} cannot be part of this transaction: {why}")
+        self.command = command
+
+
+class CommitRefusedError(TransactionError):
+    """The store would not apply a transaction as it stands, and has applied nothing of it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"nothing of the transaction was applied: {why}")
+
+
+class PartlyAppliedError(TransactionError):
+    """A command failed although everything had been checked, and those before it cannot be undone."""
+
+    def __init__(self, mark: str, why: str) -> None:
+        super().__init__(
+            f"a part of the transaction was applied and the rest was not: {why}; its message is never handled again by "
+            f"itself. Put the data right by hand, then delete {mark!r} to have it handled, or leave it"
+        )
+        #: The key that says so.
+        self.mark = mark
 
 
 class CommitUnknownError(TransactionError):
@@ -395,6 +444,27 @@ class StoreContentionError(StoreError):
     """The store gave up because of other transactions; the same call may succeed next time."""
 
 
+class FencedError(StoreContentionError):
+    """Somebody else has taken a message over meanwhile, so nothing that was done for it here was applied."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the lease on the message ended before its transaction did, so nothing was applied; "
+            "raise lease= or longest= if handlers take that long"
+        )
+
+
+class MessageBusyError(StoreError):
+    """Somebody else handles the message right now, and it is not known yet how that ends."""
+
+    def __init__(self, delay: timedelta) -> None:
+        super().__init__(
+            f"the message is being handled elsewhere; it is looked at again in {delay.total_seconds():.1f} s"
+        )
+        #: After which time it is worth to look again.
+        self.delay = delay
+
+
 class ReadOnlyStoreError(StoreError):
     """The connection leads to a replica; claims need the primary."""
 
@@ -417,6 +487,13 @@ class RejectError(BrokerError):
 
 class ExpiredError(RejectError):
     """A message was received after the time up to which it means something."""
+
+
+class QuarantinedError(RejectError):
+    """A part of what a message leads to was applied, so it is not handled until somebody has put that right."""
+
+    def __init__(self, mark: str, why: str) -> None:
+        super().__init__(f"a part of the message's effect was applied before ({why}); see {mark!r}")
 
 
 #: What can never be handled, however often it is tried: it was refused, or its payload is not what it should be.

@@ -284,6 +284,16 @@ class InboxPurged(Event):
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class PartlyApplied(Event):
+    """A transaction was applied in part, which only a person can put right; its message is in quarantine."""
+
+    level = logging.ERROR
+    text = "a transaction was applied in part, the message is in quarantine"
+    mark: str
+    error: str
+
+
 #: Is told every event, in the event loop: it must return quickly.
 Listener: TypeAlias = Callable[[Event], None]
 

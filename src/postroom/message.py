@@ -231,6 +231,11 @@ def is_namespace(text: str) -> bool:
     return _is_name(text, MAX_NAMESPACE)
 
 
+def is_key(text: object) -> bool:
+    """Tell whether a text can be a key, or name a ticket."""
+    return _is_name(text, MAX_KEY)
+
+
 def _is_name(text: object, longest: int) -> bool:
     if not isinstance(text, str) or not 0 < len(text) <= longest:
         return False

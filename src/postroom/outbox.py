@@ -16,7 +16,7 @@ from .errors import InvalidDueTimeError, InvalidMessageError, InvalidNameError
 from .message import DEFAULT_NAMESPACE, Limits, Message, drafted, is_namespace, uuid7s, validate
 from .writer import writer_of
 
-__all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncConnection"]
+__all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncConnection", "check_moment"]
 
 _NO_DELAY: Final = timedelta(0)
 #: Moments that every database can store.
@@ -268,10 +268,15 @@ def _validate_due(due_at: object, delay: object) -> None:
         return
     if delay:
         raise InvalidDueTimeError("pass either due_at or delay, not both")
-    if due_at.utcoffset() is None:
-        raise InvalidDueTimeError(f"due_at={due_at} has no time zone; use datetime.now(UTC) or .astimezone()")
-    if not _FIRST_YEAR <= due_at.year <= _LAST_YEAR:
-        raise InvalidDueTimeError(f"due_at={due_at} is out of range; use the years {_FIRST_YEAR} to {_LAST_YEAR}")
+    check_moment("due_at", due_at)
+
+
+def check_moment(name: str, moment: datetime) -> None:
+    """Refuse what is no moment that every database can store."""
+    if moment.utcoffset() is None:
+        raise InvalidDueTimeError(f"{name}={moment} has no time zone; use datetime.now(UTC) or .astimezone()")
+    if not _FIRST_YEAR <= moment.year <= _LAST_YEAR:
+        raise InvalidDueTimeError(f"{name}={moment} is out of range; use the years {_FIRST_YEAR} to {_LAST_YEAR}")
 
 
 def _listed(names: Iterable[str]) -> str:

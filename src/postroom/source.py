@@ -58,7 +58,8 @@ class Source(AsyncIterator[Delivery]):
             listener: Is told every event; by default they are logged.
         """
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._recorded: dict[_Key, asyncio.Future[None]] = {}
+        #: Several for one key: a store that knows no duplicates may hand out one message twice at the same time.
+        self._recorded: dict[_Key, list[asyncio.Future[None]]] = {}
         self._running: asyncio.Task[None] | None = None
         self._dispatcher = Dispatcher(
             store,
@@ -122,7 +123,7 @@ class Source(AsyncIterator[Delivery]):
 
     def _ended(self, running: asyncio.Task[None]) -> None:
         """Tell those who wait for their acknowledgement that it was not recorded."""
-        for waiting in self._recorded.values():
+        for waiting in [future for futures in self._recorded.values() for future in futures]:
             waiting.set_exception(StoreUnavailableError(NOT_RECORDED))
             waiting.exception()  # the reader may have stopped waiting
         self._recorded.clear()
@@ -138,7 +139,8 @@ class Source(AsyncIterator[Delivery]):
                 # Who gives something back does not care when that is recorded.
                 decided.set_result(outcome)
                 return
-            recorded = self._recorded[message.id, message.token] = loop.create_future()
+            recorded: asyncio.Future[None] = loop.create_future()
+            self._recorded.setdefault((message.id, message.token), []).append(recorded)
             decided.set_result(outcome)
             # The reader may stop waiting; the outcome is recorded all the same.
             await asyncio.shield(recorded)
@@ -149,9 +151,11 @@ class Source(AsyncIterator[Delivery]):
     def _settled(self, settlements: Sequence[Settlement]) -> None:
         for settlement in settlements:
             message = settlement.claim.message
-            recorded = self._recorded.pop((message.id, message.token), None)
-            if recorded is not None:
-                recorded.set_result(None)
+            futures = self._recorded.get((message.id, message.token), [])
+            if futures:
+                futures.pop(0).set_result(None)
+            if not futures:
+                self._recorded.pop((message.id, message.token), None)
 
 
 #: Reads better where it is called: ``async for delivery in source(store):``.

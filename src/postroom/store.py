@@ -123,6 +123,10 @@ class Features:
     wakeups: bool = False
     #: `Outbox.add` refuses to write outside a transaction.
     requires_transaction: bool = True
+    #: Messages of one key go out in their order; without it they may overtake each other.
+    ordered: bool = True
+    #: A message whose id or dedupe key is there is not added again.
+    dedupes: bool = True
 
 
 class Store(Protocol):

@@ -158,7 +158,9 @@ def transactions_of(pool: object) -> Transactions:
     opener = getattr(pool, "transactions", None)
     if opener is not None:
         return cast("Transactions", opener())
-    return cast("Transactions", importlib.import_module("postroom.stores.sql.transactions").transactions_for(pool))
+    packages = {base.__module__.partition(".")[0] for base in type(pool).__mro__}
+    kind = "redis" if "redis" in packages else "sql"
+    return cast("Transactions", importlib.import_module(f"postroom.stores.{kind}.transactions").transactions_for(pool))
 
 
 def running_on() -> Callable[..., Awaitable[Any]]:

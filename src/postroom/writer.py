@@ -11,6 +11,7 @@ from .errors import UnknownConnectionError
 from .message import Message
 
 if TYPE_CHECKING:
+    from .decisions import Question
     from .inbox import Inbox
     from .outbox import Added, Addition, Outbox
 
@@ -23,7 +24,8 @@ _WRITERS: Final[Mapping[str, str]] = {
         "postroom.stores.sql.writers",
     ),
     "redis": "postroom.stores.redis.writer",
-    "postroom": "postroom.stores.memory",
+    "postroom.stores.redis": "postroom.stores.redis.inbox",
+    "postroom.stores.memory": "postroom.stores.memory",
 }
 _ACCEPTED: Final = (
     "asyncpg, psycopg (sync or async), sqlite3, aiosqlite, asyncmy, PyMySQL, SQLAlchemy Session, AsyncSession, "
@@ -64,6 +66,10 @@ class Writer(Protocol):
         """Write a dead letter, unless there is one of this consumer and message."""
         ...
 
+    def ask(self, connection: Any, outbox: Outbox, question: Question) -> Any:  # noqa: ANN401
+        """Answer a question about the tickets of an outbox, in one atomic step; `Decisions` says with what."""
+        ...
+
 
 def writer_of(connection: object) -> Writer:
     """Return what writes through a connection; raise `UnknownConnectionError` if nothing does."""
@@ -80,7 +86,9 @@ def writer_of(connection: object) -> Writer:
 def _finder(kind: type) -> Callable[[object], Writer | None] | None:
     """Return what finds the writer for a kind of connection, by the package that its class or a base comes from."""
     for base in kind.__mro__:
-        module = _WRITERS.get(base.__module__.partition(".")[0])
-        if module is not None:
-            return cast("Callable[[object], Writer | None]", importlib.import_module(module).writer_for)
+        package = base.__module__
+        while package and package not in _WRITERS:
+            package = package.rpartition(".")[0]
+        if package:
+            return cast("Callable[[object], Writer | None]", importlib.import_module(_WRITERS[package]).writer_for)
     return None

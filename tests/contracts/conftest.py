@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ import pytest
 pytest.register_assert_rewrite("postroom.testing.contracts", "postroom.testing.machine")
 
 from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, SQLStore  # noqa: E402
-from postroom.testing.clients import MariaDBClient, PostgresClient, SqlClient, ValkeyClient  # noqa: E402
+from postroom.testing.clients import MariaDBClient, PostgresClient, SqlClient  # noqa: E402
 from postroom.testing.contracts import StoredRow, StoreHarness  # noqa: E402
 
 from .in_redis import RedisHarness  # noqa: E402
@@ -357,7 +356,10 @@ async def _started(harness: SQLHarness | RedisHarness) -> StoreHarness:
 
 
 @pytest.fixture
-def make_redis(valkey_server: ValkeyClient) -> MakeHarness:
-    # One logical database for each process of the run, which the harness empties.
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    return lambda: _started(RedisHarness(valkey_server.dsn.removesuffix("/0") + f"/{worker % 15 + 1}"))
+def make_redis(redis_url: str) -> MakeHarness:
+    return lambda: _started(RedisHarness(redis_url))
+
+
+@pytest.fixture
+def make_valkey(valkey_url: str) -> MakeHarness:
+    return lambda: _started(RedisHarness(valkey_url))

@@ -51,6 +51,6 @@ def test_the_mysql_store_agrees_with_the_model(make_mariadb: MakeHarness) -> Non
     assert check_store(make_mariadb, examples=10)["claimed"]
 
 
-def test_the_redis_store_agrees_with_the_model(make_redis: MakeHarness) -> None:
+def test_the_redis_store_agrees_with_the_model(make_valkey: MakeHarness) -> None:
     """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: on Valkey."""
-    assert check_store(make_redis, examples=50)["claimed"]
+    assert check_store(make_valkey, examples=50)["claimed"]

@@ -59,3 +59,10 @@ class TestRedisStore(StoreContract):
     async def harness(self, make_redis: MakeHarness) -> AsyncIterator[StoreHarness]:
         async for harness in lent(make_redis):
             yield harness
+
+
+class TestRedisStoreOnValkey(StoreContract):
+    @pytest.fixture
+    async def harness(self, make_valkey: MakeHarness) -> AsyncIterator[StoreHarness]:
+        async for harness in lent(make_valkey):
+            yield harness

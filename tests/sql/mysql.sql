@@ -82,12 +82,25 @@ CREATE OR REPLACE VIEW `postroom_inbox_processed` AS
 SELECT consumer AS subscriber, message_id, created_at
 FROM `postroom_inbox`;
 
+CREATE TABLE IF NOT EXISTS `postroom_outbox_tickets` (
+    namespace VARCHAR(100) NOT NULL,
+    ticket VARCHAR(255) NOT NULL,
+    expires_at DATETIME(6) NOT NULL,
+    status VARCHAR(10) NOT NULL,
+    ended_at DATETIME(6),
+    PRIMARY KEY (namespace, ticket),
+    KEY `postroom_outbox_tickets_due` (namespace, status, expires_at, ticket),
+    KEY `postroom_outbox_tickets_ended` (namespace, ended_at),
+    CONSTRAINT `postroom_outbox_tickets_check` CHECK
+    (status IN ('scheduled', 'expired', 'revoked') AND (status = 'scheduled') = (ended_at IS NULL))
+) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin;
+
 CREATE TABLE IF NOT EXISTS `postroom_outbox_version` (
     version INT NOT NULL PRIMARY KEY,
     applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)
 ) ENGINE=InnoDB;
 
-INSERT IGNORE INTO `postroom_outbox_version` (version) VALUES (2);
+INSERT IGNORE INTO `postroom_outbox_version` (version) VALUES (3);
 
 -- add one message
 INSERT INTO `postroom_outbox_lock` (number) VALUES (:number) ON DUPLICATE KEY UPDATE number = number;
@@ -296,6 +309,34 @@ INSERT INTO `postroom_inbox_dead` (consumer, tenant_id, message_id, topic, type,
 VALUES (:consumer, :tenant_id, :message_id, :topic, :type, :key, :namespace, :payload,
     :content_type, :headers, :attempts, :error, UTC_TIMESTAMP(6))
 ON DUPLICATE KEY UPDATE consumer = consumer;
+
+-- schedule a ticket
+INSERT INTO `postroom_outbox_tickets` (namespace, ticket, expires_at, status)
+VALUES (:namespace, :ticket, :expires_at, 'scheduled')
+ON DUPLICATE KEY UPDATE ticket = ticket;
+
+-- schedule a ticket
+SELECT status, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expires_at) DIV 1000, expires_at <= UTC_TIMESTAMP(6)
+  FROM `postroom_outbox_tickets`
+WHERE namespace = :namespace AND ticket = :ticket FOR UPDATE;
+
+-- renew a ticket
+UPDATE `postroom_outbox_tickets` SET expires_at = :expires_at
+WHERE namespace = :namespace AND ticket = :ticket;
+
+-- find tickets that are due
+SELECT ticket, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expires_at) DIV 1000 FROM `postroom_outbox_tickets`
+WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= UTC_TIMESTAMP(6)
+ORDER BY expires_at, ticket LIMIT :limit;
+
+-- decide
+UPDATE `postroom_outbox_tickets` SET status = :status, ended_at = UTC_TIMESTAMP(6)
+WHERE namespace = :namespace AND ticket = :ticket;
+
+-- forget tickets
+DELETE FROM `postroom_outbox_tickets`
+WHERE namespace = :namespace AND ended_at <= UTC_TIMESTAMP(6) - INTERVAL :duration MICROSECOND
+LIMIT :limit;
 
 -- look at the server
 SELECT VERSION(), @@read_only;

@@ -92,13 +92,29 @@ CREATE OR REPLACE VIEW "postroom_inbox_processed" AS
 SELECT consumer AS subscriber, message_id, created_at
 FROM "postroom_inbox";
 
+CREATE TABLE IF NOT EXISTS "postroom_outbox_tickets" (
+    namespace text NOT NULL,
+    ticket text NOT NULL,
+    expires_at timestamptz NOT NULL,
+    status text NOT NULL CHECK (status IN ('scheduled', 'expired', 'revoked')),
+    ended_at timestamptz,
+    PRIMARY KEY (namespace, ticket),
+    CHECK ((status = 'scheduled') = (ended_at IS NULL))
+) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000);
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_tickets_due" ON "postroom_outbox_tickets" (namespace, expires_at, ticket)
+WHERE status = 'scheduled';
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_tickets_ended" ON "postroom_outbox_tickets" (namespace, ended_at)
+WHERE ended_at IS NOT NULL;
+
 CREATE TABLE IF NOT EXISTS "postroom_outbox_version" (
     version integer PRIMARY KEY,
     applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
-INSERT INTO "postroom_outbox_version" (version) SELECT 2 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
-  WHERE version = 2);
+INSERT INTO "postroom_outbox_version" (version) SELECT 3 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
+  WHERE version = 3);
 
 -- add one message
 SELECT pg_advisory_xact_lock(number) FROM unnest(:numbers::bigint[]) AS t(number);
@@ -489,6 +505,35 @@ INSERT INTO "postroom_inbox_dead" (consumer, tenant_id, message_id, topic, type,
 VALUES (:consumer, :tenant_id, :message_id, :topic, :type, :key, :namespace, :payload,
     :content_type, (:headers::text)::jsonb, :attempts, :error, now())
 ON CONFLICT DO NOTHING;
+
+-- schedule a ticket
+INSERT INTO "postroom_outbox_tickets" (namespace, ticket, expires_at, status)
+VALUES (:namespace, :ticket, :expires_at, 'scheduled')
+ON CONFLICT DO NOTHING;
+
+-- schedule a ticket
+SELECT status, (extract(epoch FROM expires_at) * 1000)::bigint, expires_at <= now() FROM "postroom_outbox_tickets"
+WHERE namespace = :namespace AND ticket = :ticket FOR UPDATE;
+
+-- renew a ticket
+UPDATE "postroom_outbox_tickets" SET expires_at = :expires_at
+WHERE namespace = :namespace AND ticket = :ticket;
+
+-- find tickets that are due
+SELECT ticket, (extract(epoch FROM expires_at) * 1000)::bigint FROM "postroom_outbox_tickets"
+WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= now()
+ORDER BY expires_at, ticket LIMIT :limit;
+
+-- decide
+UPDATE "postroom_outbox_tickets" SET status = :status, ended_at = now()
+WHERE namespace = :namespace AND ticket = :ticket;
+
+-- forget tickets
+DELETE FROM "postroom_outbox_tickets"
+WHERE ctid = ANY (ARRAY(
+        SELECT ctid FROM "postroom_outbox_tickets"
+        WHERE namespace = :namespace AND ended_at <= now() - :duration::interval
+        ORDER BY ended_at LIMIT :limit FOR UPDATE SKIP LOCKED));
 
 -- look at the server
 SELECT current_setting('server_version_num')::int, current_setting('transaction_read_only')::boolean;

@@ -94,13 +94,29 @@ SELECT consumer AS subscriber, message_id,
 strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000.0, 'unixepoch') AS created_at
 FROM "postroom_inbox";
 
+CREATE TABLE IF NOT EXISTS "postroom_outbox_tickets" (
+    namespace TEXT NOT NULL,
+    ticket TEXT NOT NULL,
+    expires_at INTEGER NOT NULL,
+    status TEXT NOT NULL CHECK (status IN ('scheduled', 'expired', 'revoked')),
+    ended_at INTEGER,
+    PRIMARY KEY (namespace, ticket),
+    CHECK ((status = 'scheduled') = (ended_at IS NULL))
+);
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_tickets_due" ON "postroom_outbox_tickets" (namespace, expires_at, ticket)
+WHERE status = 'scheduled';
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_tickets_ended" ON "postroom_outbox_tickets" (namespace, ended_at)
+WHERE ended_at IS NOT NULL;
+
 CREATE TABLE IF NOT EXISTS "postroom_outbox_version" (
     version INTEGER PRIMARY KEY,
     applied_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))
 );
 
-INSERT INTO "postroom_outbox_version" (version) SELECT 2 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
-  WHERE version = 2);
+INSERT INTO "postroom_outbox_version" (version) SELECT 3 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
+  WHERE version = 3);
 
 -- add one message
 INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, dedupe_key, payload, content_type, headers,
@@ -352,6 +368,39 @@ INSERT INTO "postroom_inbox_dead" (consumer, tenant_id, message_id, topic, type,
 VALUES (:consumer, :tenant_id, :message_id, :topic, :type, :key, :namespace, :payload,
     :content_type, :headers, :attempts, :error, CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))
 ON CONFLICT DO NOTHING;
+
+-- schedule a ticket
+INSERT INTO "postroom_outbox_tickets" (namespace, ticket, expires_at, status)
+VALUES (:namespace, :ticket, :expires_at, 'scheduled')
+ON CONFLICT DO NOTHING;
+
+-- schedule a ticket
+UPDATE "postroom_outbox_tickets" SET status = status
+WHERE namespace = :namespace AND ticket = :ticket;
+
+-- schedule a ticket
+SELECT status, expires_at, expires_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) FROM "postroom_outbox_tickets"
+WHERE namespace = :namespace AND ticket = :ticket;
+
+-- renew a ticket
+UPDATE "postroom_outbox_tickets" SET expires_at = :expires_at
+WHERE namespace = :namespace AND ticket = :ticket;
+
+-- find tickets that are due
+SELECT ticket, expires_at FROM "postroom_outbox_tickets"
+WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+ORDER BY expires_at, ticket LIMIT :limit;
+
+-- decide
+UPDATE "postroom_outbox_tickets" SET status = :status, ended_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+WHERE namespace = :namespace AND ticket = :ticket;
+
+-- forget tickets
+DELETE FROM "postroom_outbox_tickets"
+WHERE rowid IN (
+    SELECT rowid FROM "postroom_outbox_tickets"
+    WHERE namespace = :namespace AND ended_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) - :duration
+    ORDER BY ended_at LIMIT :limit);
 
 -- look at the server
 SELECT sqlite_version();

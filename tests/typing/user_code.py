@@ -13,6 +13,7 @@ import aiosqlite
 import asyncpg
 import psycopg
 import pymysql
+import redis.asyncio
 from asyncpg.pool import PoolConnectionProxy
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
@@ -38,10 +39,12 @@ from postroom import (
 )
 from postroom.brokers import MemoryBroker
 from postroom.cqrs import CommandHandler, command_handler, command_handler_with_outbox
+from postroom.decisions import Decisions, Due, Duplicate, Enqueued, Expired, NotDue, Revoked, Scheduled, Stale
 from postroom.middleware import CorrelationMiddleware, LogMiddleware, Next, RetryMiddleware
 from postroom.stores import PostgresStore
 
 outbox = Outbox()
+decisions = Decisions(outbox)
 message = Message(topic="orders", payload=b"{}")
 router = Router(topic="stock", source="/stock")
 REGION = Local[str]("region")
@@ -133,6 +136,21 @@ async def with_async_sqlalchemy(
     assert_type(await outbox.add(session, message), Added)
     assert_type(await outbox.add(scoped, message), Added)
     assert_type(await outbox.add(session, [message]), list[Added])
+
+
+async def with_tickets(
+    connection: asyncpg.Connection[asyncpg.Record], plain: sqlite3.Connection, client: redis.asyncio.Redis
+) -> None:
+    """Decide about tickets: what `add` takes, `Decisions` takes."""
+    moment = datetime.now(UTC)
+    assert_type(await decisions.schedule(connection, "t", moment), Scheduled | Stale | Revoked | Expired)
+    assert_type(decisions.find_due(plain), list[Due])
+    assert_type(await decisions.find_due(client, limit=5), list[Due])
+    decided = decisions.decide(plain, "t", moment, {"a": 1}, topic="tickets")
+    assert_type(decided, Enqueued | Duplicate | Revoked | NotDue | Stale)
+    cancelled = await decisions.cancel(client, "t", message)
+    assert_type(cancelled, Enqueued | Duplicate | Revoked | Expired | Stale)
+    assert_type(decisions.forget(plain, older_than=timedelta(days=7)), int)
 
 
 def with_options(connection: sqlite3.Connection) -> None:

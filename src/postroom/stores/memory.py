@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Final
 from uuid import UUID
 
+from ..decisions import Question
 from ..errors import ConfigurationError, NotInTransactionError
 from ..inbox import Inbox
 from ..message import DEFAULT_NAMESPACE, Message
@@ -22,6 +23,7 @@ __all__ = ["MemoryRow", "MemoryStore", "MemoryTransaction", "writer_for"]
 #: How often suspects are asked for first, so that a constant load cannot starve them.
 SUSPECTS_EVERY: Final = 16
 _NO_INBOX: Final = "a MemoryStore has no inbox, since its transactions hold nothing but messages; use a SQLiteStore"
+_NO_TICKETS: Final = "a MemoryStore has no tickets; use a SQLiteStore"
 _STATUS: Final = {Delivered: "delivered", Retry: "pending", Release: "pending", Dead: "dead"}
 
 
@@ -274,6 +276,10 @@ class MemoryTransaction:
     def bury(self, connection: MemoryTransaction, inbox: Inbox, message: Message, error: str) -> None:
         """Refuse like `admit`."""
         raise ConfigurationError(_NO_INBOX)
+
+    def ask(self, connection: MemoryTransaction, outbox: Outbox, question: Question) -> object:
+        """Refuse like `admit`."""
+        raise ConfigurationError(_NO_TICKETS)
 
 
 def writer_for(connection: object) -> Writer | None:

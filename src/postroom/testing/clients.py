@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
 import re
 import socket
@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar, Final
-from urllib.parse import unquote, urlsplit
+from typing import ClassVar, Final, TypeAlias
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from ..errors import InvalidNameError
 from .programs import MARIADB, POSTGRES, ServerError, ServerMissingError
 
-__all__ = ["MariaDBClient", "PostgresClient", "SqlClient", "ValkeyClient"]
+__all__ = ["MariaDBClient", "PostgresClient", "RedisClient", "Reply", "SqlClient", "ValkeyClient"]
 
 _NAME: Final = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 _PATIENCE: Final = timedelta(seconds=30)
+
+#: What Redis answers with.
+Reply: TypeAlias = "str | int | list[Reply] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +125,67 @@ class MariaDBClient(SqlClient):
 
 
 @dataclass(frozen=True, slots=True)
-class ValkeyClient:
-    """Speaks to Valkey, or to Redis, over a socket of its own."""
+class RedisClient:
+    """Speaks to Redis, or to a server that speaks like it, each time over a socket of its own."""
 
     dsn: str
 
-    def answers(self) -> bool:
-        """Tell whether the server answers a PING."""
+    def ask(self, *words: str | int, patience: timedelta = _PATIENCE) -> Reply:
+        """Send a command to the database of the DSN and return what the server answers."""
         url = urlsplit(self.dsn)
         address = (url.hostname or "127.0.0.1", url.port or 6379)
-        with contextlib.suppress(OSError), socket.create_connection(address, timeout=5) as link:
-            link.sendall(b"PING\r\n")
-            return link.makefile("rb").readline() == b"+PONG\r\n"
-        return False
+        try:
+            with socket.create_connection(address, patience.total_seconds()) as link, link.makefile("rb") as answers:
+                commands = [*_greeting(url), words]
+                link.sendall(b"".join(map(_command, commands)))
+                return [_reply(answers) for _ in commands][-1]
+        except OSError as error:
+            raise ServerError(f"{address[0]}:{address[1]} did not answer {words[0]}: {error}") from error
+
+    def answers(self) -> bool:
+        """Tell whether the server answers a PING."""
+        try:
+            return self.ask("PING", patience=timedelta(seconds=5)) == "PONG"
+        except ServerError:
+            return False
+
+    def database(self, number: int) -> str:
+        """Return the URL of one of the numbered databases of the server."""
+        return urlsplit(self.dsn)._replace(path=f"/{number}").geturl()
+
+
+class ValkeyClient(RedisClient):
+    """Speaks to Valkey."""
+
+    __slots__ = ()
+
+
+def _greeting(url: SplitResult) -> list[Sequence[str | int]]:
+    login = [unquote(part) for part in (url.username, url.password) if part]
+    # A connection begins with database 0; a server that is busy with a script would not even let it be chosen.
+    number = url.path[1:].removeprefix("0")
+    return [*([["AUTH", *login]] if login else []), *([["SELECT", number]] if number else [])]
+
+
+def _command(words: Sequence[str | int]) -> bytes:
+    parts = [str(word).encode() for word in words]
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
+
+
+def _reply(answers: io.BufferedReader) -> Reply:
+    line = answers.readline()
+    kind, rest = line[:1], line[1:].strip().decode(errors="replace")
+    match kind:
+        case b"+":
+            return rest
+        case b":":
+            return int(rest)
+        case b"$":
+            return None if rest == "-1" else answers.read(int(rest) + 2)[:-2].decode(errors="replace")
+        case b"*":
+            return [_reply(answers) for _ in range(int(rest))]
+        case _:
+            raise ServerError(f"the server said {rest!r}" if rest else "the server hung up")
 
 
 def _checked(name: str) -> str:

@@ -9,6 +9,7 @@ where the environment variable ``CI`` is set they fail instead.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,10 +18,11 @@ from uuid import uuid4
 
 import pytest
 
-from .clients import MariaDBClient, PostgresClient, SqlClient, ValkeyClient
+from .clients import MariaDBClient, PostgresClient, RedisClient, SqlClient, ValkeyClient
+from .cluster import RedisCluster, RedisGroup, RedisReplicated, ValkeyCluster, ValkeyReplicated
 from .programs import ServerMissingError
 from .room import ServerRoom, ask
-from .servers import MariaDBServer, PostgresServer, Server, ValkeyServer
+from .servers import MariaDBServer, PostgresServer, RedisServer, Server, ValkeyServer
 
 if TYPE_CHECKING:
     from .clock import VirtualClock
@@ -34,26 +36,40 @@ __all__ = [
     "postgres_server",
     "private_mariadb",
     "private_postgres",
+    "private_redis",
+    "private_redis_cluster",
+    "private_redis_replicated",
     "private_valkey",
+    "private_valkey_cluster",
+    "private_valkey_replicated",
     "published",
     "pytest_configure_node",
     "pytest_terminal_summary",
     "pytest_unconfigure",
+    "redis_cluster",
+    "redis_like_url",
+    "redis_server",
+    "redis_url",
     "skip_or_fail",
     "sqlite_path",
+    "valkey_cluster",
     "valkey_server",
+    "valkey_url",
     "virtual_clock",
 ]
 
 _OVERRIDES: Final[Mapping[str, str]] = {
     "postgres": "POSTROOM_TEST_POSTGRES_DSN",
     "mariadb": "POSTROOM_TEST_MARIADB_DSN",
+    "redis": "POSTROOM_TEST_REDIS_URL",
+    "redis-cluster": "POSTROOM_TEST_REDIS_CLUSTER_URL",
     "valkey": "POSTROOM_TEST_VALKEY_URL",
+    "valkey-cluster": "POSTROOM_TEST_VALKEY_CLUSTER_URL",
 }
 _MISSING: Final = "SERVER MISSING: "
 _ADDRESS: Final = "postroom_server_room"
 _ROOM: Final = pytest.StashKey[ServerRoom]()
-_ServerT = TypeVar("_ServerT", bound=Server)
+_ServerT = TypeVar("_ServerT", bound=Server | RedisGroup)
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +85,27 @@ def mariadb_server(pytestconfig: pytest.Config) -> MariaDBClient:
 
 
 @pytest.fixture(scope="session")
+def redis_server(pytestconfig: pytest.Config) -> RedisClient:
+    """A client of the Redis server of this test run."""
+    return RedisClient(_dsn(pytestconfig, "redis"))
+
+
+@pytest.fixture(scope="session")
+def redis_cluster(pytestconfig: pytest.Config) -> RedisClient:
+    """A client of one server of the Redis Cluster of this test run; its keys are everybody's."""
+    return RedisClient(_dsn(pytestconfig, "redis-cluster"))
+
+
+@pytest.fixture(scope="session")
 def valkey_server(pytestconfig: pytest.Config) -> ValkeyClient:
     """A client of the Valkey server of this test run."""
     return ValkeyClient(_dsn(pytestconfig, "valkey"))
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster(pytestconfig: pytest.Config) -> ValkeyClient:
+    """A client of one server of the Valkey cluster of this test run; its keys are everybody's."""
+    return ValkeyClient(_dsn(pytestconfig, "valkey-cluster"))
 
 
 @pytest.fixture
@@ -87,6 +121,24 @@ def mariadb_dsn(mariadb_server: MariaDBClient) -> Iterator[str]:
 
 
 @pytest.fixture
+def redis_url(pytestconfig: pytest.Config, redis_server: RedisClient) -> str:
+    """The URL of an empty Redis database that is this test's own; only channels and scripts are everybody's."""
+    return _emptied(pytestconfig, redis_server)
+
+
+@pytest.fixture
+def valkey_url(pytestconfig: pytest.Config, valkey_server: ValkeyClient) -> str:
+    """The URL of an empty Valkey database that is this test's own; only channels and scripts are everybody's."""
+    return _emptied(pytestconfig, valkey_server)
+
+
+@pytest.fixture(params=["redis_url", "valkey_url"], ids=["redis", "valkey"])
+def redis_like_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty database that is this test's own, once on Redis and once on Valkey."""
+    return str(request.getfixturevalue(request.param))
+
+
+@pytest.fixture
 def private_postgres() -> Iterator[PostgresServer]:
     """A PostgreSQL server that is this test's own, to be killed, paused and restarted."""
     yield from _private(PostgresServer())
@@ -99,9 +151,39 @@ def private_mariadb() -> Iterator[MariaDBServer]:
 
 
 @pytest.fixture
+def private_redis() -> Iterator[RedisServer]:
+    """A Redis server that is this test's own, to be killed, paused and restarted."""
+    yield from _private(RedisServer())
+
+
+@pytest.fixture
+def private_redis_cluster() -> Iterator[RedisCluster]:
+    """Six Redis servers that are this test's own, three of them replicas, to be killed, paused and restarted."""
+    yield from _private(RedisCluster())
+
+
+@pytest.fixture
+def private_redis_replicated() -> Iterator[RedisReplicated]:
+    """A Redis server with a replica, which are this test's own, to be killed, paused and restarted."""
+    yield from _private(RedisReplicated())
+
+
+@pytest.fixture
 def private_valkey() -> Iterator[ValkeyServer]:
     """A Valkey server that is this test's own, to be killed, paused and restarted."""
     yield from _private(ValkeyServer())
+
+
+@pytest.fixture
+def private_valkey_cluster() -> Iterator[ValkeyCluster]:
+    """Six Valkey servers that are this test's own, three of them replicas, to be killed, paused and restarted."""
+    yield from _private(ValkeyCluster())
+
+
+@pytest.fixture
+def private_valkey_replicated() -> Iterator[ValkeyReplicated]:
+    """A Valkey server with a replica, which are this test's own, to be killed, paused and restarted."""
+    yield from _private(ValkeyReplicated())
 
 
 @pytest.fixture
@@ -202,6 +284,14 @@ def _private(server: _ServerT) -> Iterator[_ServerT]:
         yield server
     finally:
         server.stop()
+
+
+def _emptied(config: pytest.Config, server: RedisClient) -> str:
+    # Tests of one process run one after another, so a database for each process will do; the first is nobody's.
+    worker = re.search(r"\d+$", getattr(config, "workerinput", {}).get("workerid", ""))
+    url = server.database(1 + int(worker.group() if worker else 0))
+    RedisClient(url).ask("FLUSHDB")
+    return url
 
 
 def _fresh_database(server: SqlClient) -> Iterator[str]:

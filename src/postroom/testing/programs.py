@@ -16,6 +16,7 @@ from ..errors import PostroomError
 __all__ = [
     "MARIADB",
     "POSTGRES",
+    "REDIS",
     "VALKEY",
     "Programs",
     "ServerError",
@@ -115,6 +116,12 @@ MARIADB: Final = Programs(
     title="MariaDB",
     variable="POSTROOM_MARIADB_BIN",
     packages="Debian's mariadb-server-core and mariadb-client-core",
+)
+
+REDIS: Final = Programs(
+    title="Redis",
+    variable="POSTROOM_REDIS_BIN",
+    packages="Debian's redis-tools, which holds the server too, or its redis-server",
 )
 
 VALKEY: Final = Programs(

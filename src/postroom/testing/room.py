@@ -7,21 +7,27 @@ import socket
 import socketserver
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from .cluster import RedisCluster, RedisGroup, ValkeyCluster
 from .programs import ServerError, ServerMissingError
-from .servers import MariaDBServer, PostgresServer, Server, ValkeyServer
+from .servers import MariaDBServer, PostgresServer, RedisServer, Server, ValkeyServer
 
 __all__ = ["ServerRoom", "ask"]
 
-_KINDS: Final[Mapping[str, type[Server]]] = {
+# A shared cluster must not take a busy machine for a dead server.
+_CALM: Final = timedelta(seconds=5)
+_KINDS: Final[Mapping[str, Callable[[], Server | RedisGroup]]] = {
     "postgres": PostgresServer,
     "mariadb": MariaDBServer,
+    "redis": RedisServer,
+    "redis-cluster": partial(RedisCluster, node_timeout=_CALM),
     "valkey": ValkeyServer,
+    "valkey-cluster": partial(ValkeyCluster, node_timeout=_CALM),
 }
 # Longer than a server may take to start: the room itself has the better error to tell.
 _PATIENCE: Final = timedelta(seconds=100)
@@ -31,7 +37,7 @@ class ServerRoom:
     """Keeps at most one server of each kind, and answers other processes at its door."""
 
     def __init__(self) -> None:
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, Server | RedisGroup] = {}
         self._locks = {kind: threading.Lock() for kind in _KINDS}
         self._door: _Door | None = None
 

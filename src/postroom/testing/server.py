@@ -25,7 +25,7 @@ from .clients import SqlClient
 from .processes import Watchdog, is_gone, is_stopped, kill_tree, signal_tree
 from .programs import Programs, ServerError, relocate
 
-__all__ = ["LOOPBACK", "Server", "SqlServer"]
+__all__ = ["LOOPBACK", "Server", "SqlServer", "free_port"]
 
 LOOPBACK: Final = "127.0.0.1"
 _NOBODY: Final = 65534
@@ -147,7 +147,7 @@ class Server(ABC):
         return self.pid
 
     def _move_in(self, program: Path) -> Path:
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         self.home = home = Path(tempfile.mkdtemp(prefix="postroom-"))
         self._watchdog = Watchdog(home)
         if self._user is not None:
@@ -260,7 +260,8 @@ def _environment(home: Path) -> Mapping[str, str]:
     return {"PATH": f"{os.defpath}:/usr/sbin", "LC_ALL": "C", **folders}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
     # Below the range from which the system takes the ports of outgoing connections: while a
     # server is down, a client that tries again could otherwise be given the very port. And not
     # from `random`, which test runs seed alike in all their processes.

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from .clients import MariaDBClient, PostgresClient, ValkeyClient
-from .programs import MARIADB, POSTGRES, VALKEY, Programs, ServerError, ServerMissingError
+from .clients import MariaDBClient, PostgresClient, RedisClient, ValkeyClient
+from .programs import MARIADB, POSTGRES, REDIS, VALKEY, Programs, ServerError, ServerMissingError
 from .server import LOOPBACK, Server, SqlServer
 
 __all__ = [
     "MariaDBServer",
     "PostgresServer",
+    "RedisServer",
     "Server",
     "ServerError",
     "ServerMissingError",
@@ -95,16 +96,17 @@ class MariaDBServer(SqlServer):
         return ["--no-defaults", f"--basedir={program.parents[1]}", f"--datadir={home / 'data'}"]
 
 
-class ValkeyServer(Server):
-    """Valkey, or Redis, that keeps its data over a crash of its own."""
+class RedisServer(Server):
+    """Redis that keeps its data over a crash, and evicts nothing."""
 
-    programs: ClassVar[Programs] = VALKEY
-    names: ClassVar[tuple[str, ...]] = ("valkey-server", "redis-server")
+    programs: ClassVar[Programs] = REDIS
+    # Debian calls the server so where its service is not installed; it goes by the name that it is run under.
+    names: ClassVar[tuple[str, ...]] = ("redis-server", "redis-check-rdb")
 
     @property
-    def client(self) -> ValkeyClient:
+    def client(self) -> RedisClient:
         """A client of this server."""
-        return ValkeyClient(f"redis://{LOOPBACK}:{self.port}/0")
+        return RedisClient(f"redis://{LOOPBACK}:{self.port}/0")
 
     @property
     def dsn(self) -> str:
@@ -123,9 +125,32 @@ class ValkeyServer(Server):
             "bind": LOOPBACK,
             "port": str(self.port),
             "dir": str(home),
+            "databases": "64",
             "save": "",
             "appendonly": "yes",
+            "appendfsync": "always",
+            "maxmemory-policy": "noeviction",
+            # Otherwise it stays when it is told to end while it writes its first log, as a replica does.
+            "shutdown-on-sigterm": "force",
             **self._settings,
         }
         pairs = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        return [program, *pairs]
+        return [self._named(program, home), *pairs]
+
+    def _named(self, program: Path, home: Path) -> Path:
+        link = home / self.names[0]
+        if program.name != link.name and not link.is_symlink():
+            link.symlink_to(program.resolve())
+        return link if link.is_symlink() else program
+
+
+class ValkeyServer(RedisServer):
+    """Valkey that keeps its data over a crash, and evicts nothing."""
+
+    programs: ClassVar[Programs] = VALKEY
+    names: ClassVar[tuple[str, ...]] = ("valkey-server",)
+
+    @property
+    def client(self) -> ValkeyClient:
+        """A client of this server."""
+        return ValkeyClient(f"redis://{LOOPBACK}:{self.port}/0")

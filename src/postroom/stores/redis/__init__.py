@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from .inbox import RedisInbox
 from .store import RedisStore
+from .stream import RedisStreamStore
+from .transactions import RedisTransactions, current_pipeline
 
-__all__ = ["RedisStore"]
+__all__ = ["RedisInbox", "RedisStore", "RedisStreamStore", "RedisTransactions", "current_pipeline"]

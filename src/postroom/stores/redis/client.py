@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from ...errors import ConfigurationError, MissingExtraError, StoreError, StoreTimeoutError
-from .scripts import script
+from .scripts import Script, script
 
 try:
     import redis.asyncio
@@ -75,8 +75,11 @@ class Client:
         self.place: str = _place(server)
 
     async def run(self, name: str, keys: Sequence[str], *arguments: Foreign) -> Foreign:
+        """Run a script of the store's, by its name."""
+        return await self.evaluate(script(name), keys, *arguments)
+
+    async def evaluate(self, wanted: Script, keys: Sequence[Foreign], *arguments: Foreign) -> Foreign:
         """Run a script: by its digest, and by its text on a server that has not seen it."""
-        wanted = script(name)
         try:
             return await self.call(self.foreign.evalsha(wanted.digest, len(keys), *keys, *arguments), asks=True)
         except redis.exceptions.NoScriptError:
@@ -88,9 +91,11 @@ class Client:
         Raises:
             StoreError: There was none, or the server refused.
         """
+        task = asyncio.current_task()
+        asked = task.cancelling() if task is not None else 0
         try:
             async with asyncio.timeout(self._timeout):
-                return await answer
+                result = await answer
         except TimeoutError:
             raise StoreTimeoutError(f"{self.place} did not answer within {self._timeout:g} s") from None
         except redis.exceptions.NoScriptError as error:
@@ -100,6 +105,10 @@ class Client:
         # A cluster that cannot be reached is told by an error that is none of the library's other ones.
         except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, EOFError) as error:
             raise self.told(error) from error
+        if task is not None and task.cancelling() > asked:
+            # The library sends with `asyncio.wait_for`, which before Python 3.12 may swallow that it was cancelled.
+            raise asyncio.CancelledError
+        return result
 
     def told(self, error: BaseException) -> StoreError:
         """Return our error for one of the library's."""

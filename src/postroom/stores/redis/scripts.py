@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
-__all__ = ["Script", "composed", "script"]
+__all__ = ["Script", "alone", "calling", "composed", "function", "script", "source"]
 
 
 class Script(NamedTuple):
@@ -20,15 +20,42 @@ class Script(NamedTuple):
 @lru_cache(maxsize=32)
 def script(name: str) -> Script:
     """Return a script by the name of its file."""
-    return composed(_file(name))
+    return composed(source(name), common="stream_common" if name.startswith("stream_") else "common")
 
 
-def composed(text: str) -> Script:
-    """Return a script with what all of them have in common before it."""
-    whole = f"{_file('common')}\n{text}"
-    return Script(whole, hashlib.sha1(whole.encode(), usedforsecurity=False).hexdigest())
+def composed(text: str, *, common: str = "common") -> Script:
+    """Return a script with what all of its kind have in common before it."""
+    return _digested(f"{source(common)}\n{text}")
 
 
 @lru_cache(maxsize=32)
-def _file(name: str) -> str:
+def alone(name: str) -> Script:
+    """Return a script that knows nothing of a store, by the name of its file."""
+    return _digested(source(name))
+
+
+@lru_cache(maxsize=32)
+def calling(name: str, *called: str) -> Script:
+    """Return a script that calls others as functions, each with keys and arguments of its own.
+
+    One more of them is ``check``, which returns an error if a key of a store is not as it should be.
+    """
+    texts = {"check": source("common"), **{other: script(other).text for other in called}}
+    # What a function is given is called as what a script is given, and hides it.
+    functions = [f"local function {other}(KEYS, ARGV)\n{text}\nend\n" for other, text in texts.items()]
+    return _digested("".join(functions) + source(name))
+
+
+def _digested(text: str) -> Script:
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def function(name: str) -> str:
+    """Return a script as a function of that name, for other scripts to call with what it takes as ARGV."""
+    return f"local function {name}(ARGV)\n{source(name)}\nend"
+
+
+@lru_cache(maxsize=32)
+def source(name: str) -> str:
+    """Return what a file holds."""
     return (files(__name__.rpartition(".")[0]) / "lua" / f"{name}.lua").read_text(encoding="utf-8")

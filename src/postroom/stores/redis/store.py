@@ -9,12 +9,15 @@ from typing import Any, Final
 from uuid import UUID
 
 from ...errors import ConfigurationError, StoreError
+from ...inbox import Mode
 from ...message import DEFAULT_NAMESPACE
 from ...outbox import Outbox
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
 from .client import Client
+from .inbox import RedisInbox
 from .keys import Keys
 from .record import unpacked
+from .transactions import RedisTransactions
 
 __all__ = ["RedisStore"]
 
@@ -71,6 +74,7 @@ class RedisStore:
         self._table = table
         self._keys = Keys(table, namespace)
         self._client = Client(server, timeout=timeout)
+        self._transactions = RedisTransactions(self._client.foreign, tag=namespace, timeout=timeout)
         self._is_open = False
         self._turn = 0
 
@@ -201,6 +205,26 @@ class RedisStore:
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
         """Return what adds messages to this store."""
         return Outbox(namespace=self.namespace, table=self._table, wake=wake)
+
+    @property
+    def client(self) -> Any:  # noqa: ANN401 -- of a library that is an extra
+        """The client of redis-py that this store uses, for adapters on the same server."""
+        return self._client.foreign
+
+    def transactions(self) -> RedisTransactions:
+        """Return what opens transactions on the server of this store; always the same."""
+        return self._transactions
+
+    def inbox(
+        self,
+        consumer: str,
+        *,
+        mode: Mode = "pessimistic",
+        retention: timedelta = WEEK,
+        redelivery_horizon: timedelta | None = None,
+    ) -> RedisInbox:
+        """Return the inbox of a consumer, beside the messages of this store."""
+        return RedisInbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
 
     async def _run(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 -- whatever the script answers
         return await self._client.run(name, self._keys.all, *arguments)

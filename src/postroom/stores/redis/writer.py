@@ -9,14 +9,17 @@ from functools import lru_cache
 from typing import Any, Final
 from uuid import UUID
 
+from ...decisions import Question
 from ...errors import ConfigurationError
 from ...inbox import Inbox
 from ...message import Message
 from ...outbox import Added, Addition, Outbox
 from ...writer import Writer
+from .decisions import ask, ask_async, asking
 from .keys import Keys, dedupe_field, lane
 from .record import packed
 from .scripts import script
+from .stream_outbox import StreamOutbox
 
 __all__ = ["AsyncRedisWriter", "RedisWriter", "writer_for"]
 
@@ -66,7 +69,7 @@ def _added(additions: Sequence[Addition], answers: Sequence[bytes | str]) -> lis
 
 def _is_queueing(connection: Foreign) -> bool:
     """Tell whether a connection is a pipeline, which answers later."""
-    return any(base.__name__ in {"Pipeline", "ClusterPipeline"} for base in type(connection).__mro__)
+    return any(base.__name__ in {"Pipeline", "ClusterPipeline", "Recorder"} for base in type(connection).__mro__)
 
 
 class _NoInbox:
@@ -92,6 +95,8 @@ class RedisWriter(_NoInbox):
         self, connection: Foreign, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
     ) -> list[Added]:
         """Store messages with one script; in a pipeline, when it is executed."""
+        if isinstance(outbox, StreamOutbox):
+            return self._append(connection, additions, outbox)
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
@@ -102,6 +107,22 @@ class RedisWriter(_NoInbox):
         _wake(outbox, additions)
         return _added(additions, answers)
 
+    def ask(self, connection: Foreign, outbox: Outbox, question: Question) -> object:
+        """Answer a question about tickets with one script."""
+        return ask(connection, outbox, asking(question, outbox, _words))
+
+    @staticmethod
+    def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[Added]:
+        """Append messages to a stream, all or none of them."""
+        commands = outbox.commands(additions)
+        queue = connection if _is_queueing(connection) else connection.pipeline(transaction=True)
+        for command in commands:
+            queue.execute_command(*command)
+        if queue is not connection:
+            queue.execute()
+            _wake(outbox, additions)
+        return _hoped(additions)
+
 
 class AsyncRedisWriter(_NoInbox):
     """A client or pipeline whose calls are awaited."""
@@ -110,6 +131,8 @@ class AsyncRedisWriter(_NoInbox):
         self, connection: Foreign, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
     ) -> list[Added]:
         """Store messages with one script; in a pipeline, when it is executed."""
+        if isinstance(outbox, StreamOutbox):
+            return await self._append(connection, additions, outbox)
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
@@ -122,6 +145,24 @@ class AsyncRedisWriter(_NoInbox):
             return _hoped(additions)
         _wake(outbox, additions)
         return _added(additions, answers)
+
+    async def ask(self, connection: Foreign, outbox: Outbox, question: Question) -> object:
+        """Answer a question about tickets with one script."""
+        return await ask_async(connection, outbox, asking(question, outbox, _words))
+
+    @staticmethod
+    async def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[Added]:
+        """Append messages to a stream, all or none of them."""
+        commands = outbox.commands(additions)
+        queue = connection if _is_queueing(connection) else connection.pipeline(transaction=True)
+        for command in commands:
+            queued = queue.execute_command(*command)
+            if asyncio.iscoroutine(queued):
+                await queued
+        if queue is not connection:
+            await queue.execute()
+            _wake(outbox, additions)
+        return _hoped(additions)
 
 
 def _hoped(additions: Sequence[Addition]) -> list[Added]:

@@ -1,4 +1,4 @@
-"""One database's SQL: adding, claiming, settling, receiving and upkeep, for dialects to override where they differ."""
+"""One database's SQL: adding, deciding, claiming, settling, receiving, upkeep; dialects override what differs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import ClassVar
 
 from ...store import ClaimTerms, Stats
-from .adding import Adding
 from .claiming import Claiming
+from .decisions import Deciding
 from .receiving import Receiving
 from .settling import Settling
 from .statement import Script, Statement
@@ -32,7 +32,7 @@ class Server:
     read_only: bool = False
 
 
-class Dialect(Adding, Claiming, Settling, Receiving):
+class Dialect(Deciding, Claiming, Settling, Receiving):
     """One database's SQL for one outbox and its inbox, as statements and scripts without any I/O."""
 
     needed: ClassVar[str]

@@ -16,11 +16,12 @@ TEMPORARY = "pg_temp"
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,44}")
 _RULE = "a lower-case letter or _, then up to 44 of a-z 0-9 _; sqlite_ and pg_ are taken"
 # What is called after a table; PostgreSQL has one room of names for tables, views, indexes and sequences.
-_RELATIONS = ("version", "lock", "published", "messages")
+_RELATIONS = ("version", "lock", "published", "messages", "tickets")
 _OF_OUTBOX = (
     *_RELATIONS,
     *("ready", "ready_keyed", "leased", "keyed", "dead", "dedupe", "delivered", "seq"),
     *("status_check", "worker_check", "lease_check", "pkey", "version_pkey", "seq_seq"),
+    *("tickets_due", "tickets_ended", "tickets_check", "tickets_pkey"),
 )
 _OF_INBOX = ("dead", "processed", "old", "pkey", "dead_pkey")
 

@@ -11,15 +11,15 @@ from .statement import Script
 
 __all__ = ["VERSION", "Group", "Schema"]
 
-#: The version that this release reads and writes; the first one had no inbox.
-VERSION = 2
+#: The version that this release reads and writes; the first one had no inbox, the second no tickets.
+VERSION = 3
 #: Which tables belong together: those of a group are compared, and created, apart from the others.
-Group: TypeAlias = Literal["outbox", "inbox"]
-_GROUPS: Final[Sequence[Group]] = ("outbox", "inbox")
+Group: TypeAlias = Literal["outbox", "inbox", "tickets"]
+_GROUPS: Final[Sequence[Group]] = ("outbox", "inbox", "tickets")
 
 
 class Schema:
-    """The tables, indexes and views of one outbox and its inbox."""
+    """The tables, indexes and views of one outbox, its tickets and its inbox."""
 
     ddl: ClassVar[Mapping[Group, Sequence[str]]]
     version_ddl: ClassVar[str]
@@ -135,6 +135,8 @@ class Schema:
         names = self.dialect.names
         if group == "outbox":
             return {names.table: ""}
+        if group == "tickets":
+            return {f"{names.table}_tickets": f"{names.table}_tickets."}
         return {table: f"{table}." for table in (names.inbox, f"{names.inbox}_dead")}
 
     def describe(self, group: Group) -> Script[dict[str, str]]:

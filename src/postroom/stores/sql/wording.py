@@ -22,7 +22,7 @@ _WORD = re.compile(r"\{([a-z_]+)\}")
 _WORDS = (
     *("now", "later", "earlier", "locking", "waiting", "loose", "ordered", "unsettled"),
     *("of_tenant", "of_topic", "skip_dead", "by_due", "by_lease", "by_key", "by_dead"),
-    *("json_headers", "unless_there"),
+    *("json_headers", "unless_there", "holding", "expiry"),
 )
 
 
@@ -54,6 +54,9 @@ class Wording:
     #: The parameter ``headers``, which is JSON, and how an INSERT leaves a row alone that is there.
     json_headers: ClassVar[str] = ":headers"
     unless_there: ClassVar[str] = "ON CONFLICT DO NOTHING"
+    #: How a SELECT locks a row until the transaction ends, and the milliseconds since 1970 of a ticket's end.
+    holding: ClassVar[str] = ""
+    expiry: ClassVar[str] = "expires_at"
     #: Whether the scripts of claim and settle are one transaction or need none.
     atomic: ClassVar[bool] = True
 

@@ -8,10 +8,12 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
+from ...decisions import Enqueued, FindDue, Question
 from ...errors import SchemaMissingError, TransactionAbortedError, UnsupportedDatabaseError
 from ...inbox import Inbox
 from ...message import Message
 from ...outbox import Added, Addition, Outbox
+from .decisions import answering
 from .dialect import Dialect
 from .dialects.mysql import MySQL
 from .dialects.postgres import PostgreSQL
@@ -49,7 +51,7 @@ class Task(NamedTuple, Generic[T]):
 
     def dialect(self, name: str) -> Dialect:
         """Return the dialect for the tables of this task."""
-        return _dialect(name, self.identifier == "outbox", self.table, self.schema)
+        return _dialect(name, self.identifier in {"outbox", "tickets"}, self.table, self.schema)
 
 
 @lru_cache(maxsize=256)
@@ -95,6 +97,11 @@ def _burying(inbox: Inbox, message: Message, error: str) -> Task[None]:
         return dialect.bury_letter(inbox.consumer, message, error)
 
     return Task("inbox_dead", inbox.table, inbox.schema, script)
+
+
+def _asking(outbox: Outbox, question: Question) -> Task[Any]:
+    script = answering(outbox.namespace, question, strict_order=outbox.strict_order)
+    return Task("tickets", outbox.table, outbox.schema, script, isinstance(question, FindDue))
 
 
 def _script(additions: Sequence[Addition], dialect: Dialect, *, strict_order: bool) -> Script[list[Added]]:
@@ -196,6 +203,13 @@ class SyncWriter:
         """Write a dead letter, unless there is one of this consumer and message."""
         self.perform(connection, _burying(inbox, message, error))
 
+    def ask(self, connection: Connection, outbox: Outbox, question: Question) -> Any:  # noqa: ANN401 -- its answer
+        """Answer a question about tickets."""
+        answer = self.perform(connection, _asking(outbox, question))
+        if outbox.wake is not None and isinstance(answer, Enqueued):
+            self.after_commit(connection, outbox.wake)
+        return answer
+
     def perform(self, connection: Connection, task: Task[T]) -> T:
         """Run a task in the caller's transaction."""
         dialect = task.dialect(self.dialect_of(connection))
@@ -262,6 +276,10 @@ class AsyncWriter:
     async def bury(self, connection: Connection, inbox: Inbox, message: Message, error: str) -> None:
         """Write a dead letter, unless there is one of this consumer and message."""
         await self.perform(connection, _burying(inbox, message, error))
+
+    async def ask(self, connection: Connection, outbox: Outbox, question: Question) -> Any:  # noqa: ANN401
+        """Answer a question about tickets."""
+        return await self.perform(connection, _asking(outbox, question))
 
     async def perform(self, connection: Connection, task: Task[T]) -> T:
         """Run a task in the caller's transaction."""

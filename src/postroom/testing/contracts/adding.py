@@ -21,6 +21,11 @@ RED = UUID("11111111-1111-4111-8111-111111111111")
 BLUE = UUID("22222222-2222-4222-8222-222222222222")
 
 
+def _skip_without_duplicates(harness: StoreHarness) -> None:
+    if not harness.store.features.dedupes:
+        pytest.skip("this store does not know duplicates, and says so in its features")
+
+
 class AddingContract:
     """How messages come into a store."""
 
@@ -121,6 +126,7 @@ class AddingContract:
 
     async def test_adding_the_same_message_again_adds_nothing(self, harness: StoreHarness) -> None:
         """G5: one id is one message."""
+        _skip_without_duplicates(harness)
         message = numbered(1)
         await harness.add(message)
 
@@ -131,6 +137,7 @@ class AddingContract:
 
     async def test_a_duplicate_is_told_and_named_and_not_stored(self, harness: StoreHarness) -> None:
         """S2-11, S2-22, S2-48, G10: one row for a dedupe key, and no error."""
+        _skip_without_duplicates(harness)
         [first] = await harness.add(numbered(1, dedupe_key="order-1"))
 
         [second] = await harness.add(numbered(2, dedupe_key="order-1"))
@@ -140,6 +147,7 @@ class AddingContract:
 
     async def test_of_duplicates_in_one_call_the_first_is_added(self, harness: StoreHarness) -> None:
         """G10: also among messages that come together with others."""
+        _skip_without_duplicates(harness)
         one, two, three = numbered(1, dedupe_key="x"), numbered(2, dedupe_key="x"), numbered(3)
 
         added = await harness.add(one, two, three)
@@ -181,6 +189,7 @@ class AddingContract:
 
     async def test_a_delivered_message_keeps_its_dedupe_key_until_it_is_purged(self, harness: StoreHarness) -> None:
         """G10, S2-48: the retention of delivered messages is how far back duplicates are known."""
+        _skip_without_duplicates(harness)
         await harness.add(numbered(1, dedupe_key="x"))
         await harness.store.settle([Settlement(c, Delivered()) for c in await harness.store.claim(10, TERMS)])
 
@@ -193,6 +202,7 @@ class AddingContract:
 
     async def test_of_many_that_race_with_one_dedupe_key_one_is_added(self, harness: StoreHarness) -> None:
         """S2-23, S2-48, G10: the losers learn the id of the winner."""
+        _skip_without_duplicates(harness)
         results = await asyncio.gather(*[harness.add(numbered(n, dedupe_key="x")) for n in range(8)])
 
         added = [one for [one] in results]

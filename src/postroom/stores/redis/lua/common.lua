@@ -10,16 +10,21 @@ local dedupes, topics, counters = KEYS[11], KEYS[12], KEYS[13]
 local tried = KEYS[14] -- by their attempts: what is pending again
 
 -- Writes that came before an error stay, so whatever could fail is found out before the first of them.
-local kinds = {
-  'hash', 'hash', 'hash', 'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'hash', 'hash', 'hash',
-  'zset',
-}
-for number, kind in ipairs(kinds) do
-  local found = redis.call('TYPE', KEYS[number]).ok
-  if found ~= 'none' and found ~= kind then
-    return redis.error_reply('WRONGTYPE ' .. KEYS[number] .. ' is a ' .. found .. ', and should be a ' .. kind)
+local function misfit(before, kinds)
+  for number, kind in ipairs(kinds) do
+    local key = KEYS[before + number]
+    local found = redis.call('TYPE', key).ok
+    if found ~= 'none' and found ~= kind then
+      return redis.error_reply('WRONGTYPE ' .. key .. ' is a ' .. found .. ', and should be a ' .. kind)
+    end
   end
 end
+
+local wrong = misfit(0, {
+  'hash', 'hash', 'hash', 'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'hash', 'hash', 'hash',
+  'zset',
+})
+if wrong then return wrong end
 
 -- Only the server's clock counts, in microseconds.
 local clock = redis.call('TIME')

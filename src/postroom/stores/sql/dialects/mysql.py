@@ -32,6 +32,8 @@ class MySQL(Dialect):
     earlier = "UTC_TIMESTAMP(6) - INTERVAL :duration MICROSECOND"
     locking = " FOR UPDATE SKIP LOCKED"
     waiting = " FOR UPDATE"
+    holding = " FOR UPDATE"
+    expiry = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expires_at) DIV 1000"
     # There are no partial indexes; generated columns lead the full ones.
     loose = "ordered = 0"
     ordered = "ordered = 1"
@@ -214,6 +216,20 @@ class MySQL(Dialect):
         UNION ALL
         SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), {now}) / 1000000 FROM {outbox}
         WHERE namespace = :namespace AND status = 'pending' AND {ordered} AND next_attempt_at <= {now}
+        """
+
+    # -- tickets -----------------------------------------------------------------------------------------------
+
+    _schedule: ClassVar[str] = """
+        INSERT INTO {tickets} (namespace, ticket, expires_at, status)
+        VALUES (:namespace, :ticket, :expires_at, 'scheduled')
+        ON DUPLICATE KEY UPDATE ticket = ticket
+        """
+    # Without ORDER BY, as for the outbox.
+    _forget: ClassVar[str] = """
+        DELETE FROM {tickets}
+        WHERE namespace = :namespace AND ended_at <= {earlier}
+        LIMIT :limit
         """
 
     # -- server ------------------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ class PostgreSQL(Dialect):
     of_topic = "NOT topic = ANY (:skip_topics::text[])"
     skip_dead = ":skip_dead::boolean"
     json_headers = "(:headers::text)::jsonb"
+    holding = " FOR UPDATE"
+    expiry = "(extract(epoch FROM expires_at) * 1000)::bigint"
     atomic = False
     needed = "PostgreSQL 13 or later"
 
@@ -461,6 +463,16 @@ class PostgreSQL(Dialect):
         UNION ALL
         SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM {outbox}
         WHERE namespace = :namespace AND status = 'pending' AND {ordered} AND next_attempt_at <= now()
+        """
+
+    # -- tickets -----------------------------------------------------------------------------------------------
+
+    _forget: ClassVar[str] = """
+        DELETE FROM {tickets}
+        WHERE ctid = ANY (ARRAY(
+            SELECT ctid FROM {tickets}
+            WHERE namespace = :namespace AND ended_at <= {earlier}
+            ORDER BY ended_at LIMIT :limit FOR UPDATE SKIP LOCKED))
         """
 
     # -- server ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from uuid import UUID
 
 from ....outbox import Addition
 from ....store import Claim, ClaimTerms, Retry
+from ..decisions import Ticket
 from ..dialect import Dialect, Server
 from ..statement import Row, Script, Statement
 
@@ -144,6 +145,24 @@ class SQLite(Dialect):
             WHERE consumer = :consumer AND created_at <= {earlier}
             ORDER BY created_at LIMIT :limit)
         """
+    _forget: ClassVar[str] = """
+        DELETE FROM {tickets}
+        WHERE rowid IN (
+            SELECT rowid FROM {tickets}
+            WHERE namespace = :namespace AND ended_at <= {earlier}
+            ORDER BY ended_at LIMIT :limit)
+        """
+
+    def _held(self, namespace: str, ticket: str) -> Script[Ticket | None]:
+        # A SELECT begins no transaction and locks nothing: whoever writes first is alone with what it reads.
+        yield self.sql(self._touch, namespace=namespace, ticket=ticket)
+        return (yield from super()._held(namespace, ticket))
+
+    _touch: ClassVar[str] = """
+        UPDATE {tickets} SET status = status
+        WHERE namespace = :namespace AND ticket = :ticket
+        """
+
     _oldest: ClassVar[str] = """
         SELECT ({now} - next_attempt_at) / 1000.0 FROM (
             SELECT min(next_attempt_at) AS next_attempt_at FROM {outbox}

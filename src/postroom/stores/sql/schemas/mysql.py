@@ -95,6 +95,25 @@ class MySQLSchema(Schema):
             PRIMARY KEY (consumer, tenant_id, message_id)
         ) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin
         """
+    tickets: ClassVar[str] = """
+        CREATE TABLE IF NOT EXISTS {tickets} (
+            namespace VARCHAR(100) NOT NULL,
+            ticket VARCHAR(255) NOT NULL,
+            expires_at DATETIME(6) NOT NULL,
+            status VARCHAR(10) NOT NULL,
+            ended_at DATETIME(6),
+            PRIMARY KEY (namespace, ticket),
+            KEY {tickets_due} (namespace, status, expires_at, ticket),
+            KEY {tickets_ended} (namespace, ended_at),
+            CONSTRAINT {tickets_check} CHECK
+                (status IN ('scheduled', 'expired', 'revoked') AND (status = 'scheduled') = (ended_at IS NULL))
+        ) ENGINE=InnoDB DEFAULT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin
+        """
+    models: ClassVar[Mapping[Group, Sequence[str]]] = {
+        "outbox": (outbox,),
+        "inbox": (inbox, dead),
+        "tickets": (tickets,),
+    }
     ddl: ClassVar[Mapping[Group, Sequence[str]]] = {
         "outbox": (
             outbox,
@@ -122,6 +141,7 @@ class MySQLSchema(Schema):
             FROM {inbox}
             """,
         ),
+        "tickets": (tickets,),
     }
 
     # A hash, because the server's locks have names of at most 64 characters.
@@ -144,17 +164,15 @@ class MySQLSchema(Schema):
             if there.rows[0][0]:
                 shown = yield self.dialect.query(f"SHOW CREATE TABLE `{table}`")
                 parts |= _parts(shown.rows[0][1], prefix)
-        others = yield self.dialect.query(
-            "SELECT table_name FROM information_schema.tables "
-            "WHERE table_schema = DATABASE() AND table_name IN :others",
-            others=self._others(group),
-        )
-        return parts | {f"table or view {row[0]}": "" for row in others.rows}
+        for name in self._others(group):
+            there = yield self.dialect.query(self.exists, table=name)
+            if there.rows[0][0]:
+                parts[f"table or view {name}"] = ""
+        return parts
 
     def wanted(self, group: Group) -> Script[dict[str, str]]:
         parts: dict[str, str] = {}
-        models = (self.outbox,) if group == "outbox" else (self.inbox, self.dead)
-        for (table, prefix), model in zip(self.tables(group).items(), models, strict=True):
+        for (table, prefix), model in zip(self.tables(group).items(), self.models[group], strict=True):
             yield self.dialect.sql(model.replace("CREATE TABLE IF NOT EXISTS", "CREATE TEMPORARY TABLE"))
             shown = yield self.dialect.query(f"SHOW CREATE TABLE `{table}`")
             yield self.dialect.sql(f"DROP TEMPORARY TABLE `{table}`")
@@ -166,7 +184,8 @@ class MySQLSchema(Schema):
         names = self.dialect.names
         if group == "inbox":
             return [f"{names.inbox}_processed"]
-        return [f"{names.table}_{suffix}" for suffix in ("lock", "published", "messages")]
+        suffixes = ("lock", "published", "messages") if group == "outbox" else ()
+        return [f"{names.table}_{suffix}" for suffix in suffixes]
 
 
 def _parts(text: str, prefix: str) -> dict[str, str]:

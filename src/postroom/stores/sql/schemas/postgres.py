@@ -136,7 +136,29 @@ class PostgresSchema(Schema):
         FROM {inbox}
         """,
     )
-    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {"outbox": outbox, "inbox": inbox}
+
+    tickets: ClassVar[Sequence[str]] = (
+        """
+        CREATE TABLE IF NOT EXISTS {tickets} (
+            namespace text NOT NULL,
+            ticket text NOT NULL,
+            expires_at timestamptz NOT NULL,
+            status text NOT NULL CHECK (status IN ('scheduled', 'expired', 'revoked')),
+            ended_at timestamptz,
+            PRIMARY KEY (namespace, ticket),
+            CHECK ((status = 'scheduled') = (ended_at IS NULL))
+        ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000)
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {tickets_due} ON {tickets} (namespace, expires_at, ticket)
+        WHERE status = 'scheduled'
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {tickets_ended} ON {tickets} (namespace, ended_at)
+        WHERE ended_at IS NOT NULL
+        """,
+    )
+    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {"outbox": outbox, "inbox": inbox, "tickets": tickets}
 
     def __init__(self, dialect: PostgreSQL) -> None:
         super().__init__(dialect)
@@ -166,11 +188,11 @@ class PostgresSchema(Schema):
         for table, prefix in self.tables(group).items():
             rows += yield from self._describe(table, prefix)
         names = self.dialect.names
-        views = (
-            [f"{names.inbox}_processed"]
-            if group == "inbox"
-            else [f"{names.table}_published", f"{names.table}_messages"]
-        )
+        views = {
+            "outbox": [f"{names.table}_published", f"{names.table}_messages"],
+            "inbox": [f"{names.inbox}_processed"],
+            "tickets": list[str](),
+        }[group]
         shown = yield self.dialect.query(
             """
             SELECT 'view ' || relname, string_agg(attname, ', ' ORDER BY attnum)

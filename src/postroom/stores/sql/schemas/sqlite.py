@@ -136,7 +136,29 @@ class SQLiteSchema(Schema):
         FROM {inbox}
         """,
     )
-    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {"outbox": outbox, "inbox": inbox}
+
+    tickets: ClassVar[Sequence[str]] = (
+        """
+        CREATE TABLE IF NOT EXISTS {tickets} (
+            namespace TEXT NOT NULL,
+            ticket TEXT NOT NULL,
+            expires_at INTEGER NOT NULL,
+            status TEXT NOT NULL CHECK (status IN ('scheduled', 'expired', 'revoked')),
+            ended_at INTEGER,
+            PRIMARY KEY (namespace, ticket),
+            CHECK ((status = 'scheduled') = (ended_at IS NULL))
+        )
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {tickets_due} ON {tickets} (namespace, expires_at, ticket)
+        WHERE status = 'scheduled'
+        """,
+        """
+        CREATE INDEX IF NOT EXISTS {tickets_ended} ON {tickets} (namespace, ended_at)
+        WHERE ended_at IS NOT NULL
+        """,
+    )
+    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {"outbox": outbox, "inbox": inbox, "tickets": tickets}
 
     def describe(self, group: Group) -> Script[dict[str, str]]:
         tables = self.tables(group)

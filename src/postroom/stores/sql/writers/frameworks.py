@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from ....decisions import Question
 from ....errors import NotInTransactionError
 from ....inbox import Inbox
 from ....message import Message
@@ -120,6 +121,10 @@ class SQLAlchemyAsync:
     async def bury(self, connection: Connection, inbox: Inbox, message: Message, error: str) -> None:
         """Write a dead letter, unless there is one of this consumer and message."""
         await self._call(connection, self.writer.bury, inbox, message, error)
+
+    async def ask(self, connection: Connection, outbox: Outbox, question: Question) -> Any:  # noqa: ANN401 -- its answer
+        """Answer a question about tickets."""
+        return await self._call(connection, self.writer.ask, outbox, question)
 
     async def _call(self, connection: Connection, function: Callable[..., T], *arguments: object) -> T:
         inner = self.inner(connection)

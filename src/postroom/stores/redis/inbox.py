@@ -1,0 +1,201 @@
+"""The inbox in Redis: a message is claimed with a token and a lease, and done in the same step as its effect."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Final, Literal, TypeAlias
+from urllib.parse import quote
+
+from ...decisions import Question
+from ...errors import ConfigurationError, InvalidMessageError, MessageBusyError, QuarantinedError
+from ...inbox import Inbox, Mode
+from ...message import Message
+from ...outbox import Added, Addition, Outbox
+from ...writer import Writer
+from .decisions import NO_PIPELINE
+from .keys import Keys
+from .marks import Mark, Renewal, milliseconds
+from .record import packed
+from .recorder import Recorder
+from .scripts import alone
+from .writer import AsyncRedisWriter
+
+__all__ = ["RecorderWriter", "RedisInbox", "RedisMode", "writer_for"]
+
+#: The modes of every inbox, and the one of SETNX alone, after which a crash loses the message.
+RedisMode: TypeAlias = Mode | Literal["setnx_may_lose_messages"]
+
+SETNX: Final = "setnx_may_lose_messages"
+DAY: Final = timedelta(days=1)
+#: How much longer than a lease somebody waits for its end, so that not all come at once.
+_JITTER: Final = 0.25
+
+
+class RedisInbox(Inbox):
+    """What one consumer has handled, by the ids of messages, as one key for each.
+
+    A message is claimed before it is handled: its key holds a token, and ends with the lease if nobody is left to
+    renew it. The commit finds its own token there, or applies nothing. From then on the key says that the message is
+    done, until the retention is over: nothing has to be purged.
+
+    Example:
+        >>> from postroom.stores.redis import RedisInbox
+        >>> RedisInbox("stock").retention
+        datetime.timedelta(days=1)
+    """
+
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+        self,
+        consumer: str,
+        *,
+        table: str = "postroom_inbox",
+        mode: RedisMode = "pessimistic",
+        retention: timedelta = DAY,
+        redelivery_horizon: timedelta | None = None,
+        lease: timedelta = timedelta(seconds=30),
+        longest: timedelta = timedelta(minutes=10),
+        key_func: Callable[[Message], str] | None = None,
+    ) -> None:
+        """Set up an inbox; no connection is made.
+
+        Args:
+            consumer: Who handles the messages; each consumer needs a name of its own.
+            table: What its keys begin with.
+            mode: As for every `Inbox`. Besides, ``setnx_may_lose_messages`` marks a message as handled before it is,
+                so that a crash of its handler loses it, and a redelivery meanwhile is acknowledged.
+            retention: How long a message is remembered; a day unless it is more than zero.
+            redelivery_horizon: For how long after its first delivery a message may come again.
+            lease: How long a message stays claimed by one who has crashed. It is renewed while a handler runs.
+            longest: For how long it is renewed.
+            key_func: Returns by what a message is known again, its id and its tenant by default.
+
+        Raises:
+            ConfigurationError: Messages would be forgotten while they may still come again, or a lease is none.
+        """
+        if lease <= timedelta(0) or longest < timedelta(0):
+            raise ConfigurationError(f"lease={lease} must be positive, and longest={longest} not negative")
+        self.is_literal: bool = mode == SETNX
+        super().__init__(
+            consumer,
+            table=table,
+            mode="pessimistic" if mode == SETNX else mode,
+            retention=retention if retention > timedelta(0) else DAY,
+            redelivery_horizon=redelivery_horizon,
+        )
+        self.lease = lease
+        self.longest = longest
+        self._key_func = key_func
+
+    def key(self, tag: str, message: Message) -> str:
+        """Return the key of a message.
+
+        Raises:
+            InvalidMessageError: There is nothing by which it could be known again.
+        """
+        name = _identity(message) if self._key_func is None else self._key_func(message)
+        if not name:
+            raise InvalidMessageError("the message has nothing by which the inbox could know it again")
+        return f"{self.prefix(tag)}:{quote(self.consumer, safe='')}:{name}"
+
+    def prefix(self, tag: str) -> str:
+        """Return what the keys of all consumers begin with."""
+        return f"{Keys(self.table, tag).prefix}:inbox"
+
+    def dead_letters(self, tag: str) -> str:
+        """Return the key of the hash of dead letters."""
+        return f"{Keys(self.table, tag).prefix}:dead"
+
+
+class RecorderWriter:
+    """Writes through the recorder of a transaction; what the inbox has to know first, it asks at once."""
+
+    def __init__(self) -> None:
+        self._queueing = AsyncRedisWriter()
+
+    async def write(
+        self, connection: Recorder, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
+    ) -> list[Added]:
+        """Have messages stored by the commit."""
+        added = await self._queueing.write(connection, additions, outbox, outside_transaction=outside_transaction)
+        if outbox.wake is not None:
+            connection.after_commit.append(outbox.wake)
+        return added
+
+    async def admit(self, connection: Recorder, inbox: Inbox, message: Message) -> bool:
+        """Claim a message at once; tell whether it was not handled before.
+
+        Raises:
+            MessageBusyError: Somebody else has it.
+            QuarantinedError: A part of its effect was applied before.
+        """
+        inbox, client = _of_redis(inbox), connection.client
+        key = inbox.key(connection.tag, message)
+        if inbox.is_literal:
+            is_new = await client.call(client.foreign.set(key, "1", nx=True, px=milliseconds(inbox.retention)))
+            connection.literal = key if is_new else None
+            return bool(is_new)
+        if connection.mark is not None:
+            if connection.mark.key == key:
+                return False
+            raise ConfigurationError("a transaction in Redis marks one message; open another one for another message")
+        # Known before the call: if its answer is lost, the claim may be there.
+        mark = connection.mark = Mark(key, inbox.retention, is_claimed=True)
+        answer = await client.evaluate(alone("admit"), [key], mark.token, milliseconds(inbox.lease))
+        if answer[0] == b"CLAIMED":
+            connection.renewal = Renewal(client, mark, lease=inbox.lease, longest=inbox.longest)
+            return True
+        connection.mark = None
+        match answer:
+            case [b"BUSY", int(left)]:
+                rest = inbox.lease if left < 0 else timedelta(milliseconds=left)
+                raise MessageBusyError(rest + random.uniform(0, _JITTER) * min(inbox.lease, rest))
+            case [b"QUARANTINED", why]:
+                raise QuarantinedError(key, why.decode(errors="replace"))
+            case _:
+                return False
+
+    async def has(self, connection: Recorder, inbox: Inbox, message: Message) -> bool:
+        """Tell whether a message was handled, whoever may have it right now.
+
+        Raises:
+            QuarantinedError: A part of its effect was applied before.
+        """
+        inbox, client = _of_redis(inbox), connection.client
+        key = inbox.key(connection.tag, message)
+        state: bytes | None = await client.call(client.foreign.get(key))
+        word, _, rest = (state or b"").partition(b":")
+        if word == b"partial":
+            raise QuarantinedError(key, rest.partition(b" ")[2].decode(errors="replace"))
+        return state is not None and word != b"p"
+
+    async def purge_inbox(self, connection: Recorder, inbox: Inbox, limit: int) -> int:
+        """Do nothing: the server forgets by itself."""
+        return 0
+
+    async def bury(self, connection: Recorder, inbox: Inbox, message: Message, error: str) -> None:
+        """Have a dead letter stored by the commit, unless there is one of this consumer and message."""
+        key = _of_redis(inbox).dead_letters(connection.tag)
+        field = f"{quote(inbox.consumer, safe='')}:{_identity(message)}"
+        await connection.execute_command("HSETNX", key, field, packed(message))
+        await connection.execute_command("HSETNX", key, f"{field}:error", error)
+
+    def ask(self, connection: Recorder, outbox: Outbox, question: Question) -> object:
+        """Refuse: what a script answers is known when the transaction is over."""
+        raise ConfigurationError(NO_PIPELINE)
+
+
+def _of_redis(inbox: Inbox) -> RedisInbox:
+    if isinstance(inbox, RedisInbox):
+        return inbox
+    return RedisInbox(inbox.consumer, table=inbox.table, mode=inbox.mode, retention=inbox.retention)
+
+
+def _identity(message: Message) -> str:
+    return str(message.id) if message.tenant_id is None else f"{message.id}:{message.tenant_id}"
+
+
+def writer_for(connection: object) -> Writer | None:
+    """Return what writes through a recorder, None for anything else."""
+    return RecorderWriter() if isinstance(connection, Recorder) else None

@@ -1,0 +1,132 @@
+-- Lease entries to one worker that were read before: those whose lease ran out, then those that wait and are due; or one
+-- suspect alone. New entries are read without a script, which would only copy them: what is to be known of those is
+-- written by the reading itself.
+-- ARGV: the group, how many, the lease in milliseconds, the attempts that a message has, after how many of them it is a
+-- suspect, under which name, what the names of those begin with whose process is gone or nothing, whether suspects come
+-- first, the tenant or nothing, where to look on among those that wait, and the topics that are left alone.
+-- Answers where to look on if there was too much to look through, the base of tokens, whether it is a suspect, the
+-- entries, and for each of them its deliveries and attempts.
+local limit, lease, max_attempts, suspect_after = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local me, gone, is_suspects_turn, tenant, since = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9], ARGV[10]
+local FIRST_TOPIC = 11
+
+begin()
+local ids, counts = {}, {}
+
+local function choose(entry, count)
+  ids[#ids + 1], counts[#counts + 1] = entry, count
+end
+
+-- What was left behind by a process that had our name before us need not wait for its lease. What we hold ourselves
+-- is told by what comes next in the name.
+if gone ~= '' then
+  local ours = me:match('^[^|]*|[^|]*|')
+  for _, name in ipairs(redis.call('ZRANGE', leases, 0, -1)) do
+    if name:sub(1, #gone) == gone and name:sub(1, #ours) ~= ours then redis.call('ZADD', leases, 0, name) end
+  end
+end
+
+-- What a worker did not come back for.
+local suspect, suspect_count
+local function visit(entry, count)
+  if #ids >= limit then return nil end
+  local attempts = count - note_of(entry)[RELEASED]
+  if attempts < suspect_after then
+    choose(entry, count)
+    return true
+  end
+  if not suspect and attempts < max_attempts then suspect, suspect_count = entry, count end
+  return false
+end
+
+local names = limit > 0 and overdue() or {}
+for _, name in ipairs(names) do
+  if #ids >= limit or scanned >= SCANNED then break end
+  look(name, visit)
+end
+
+-- What is due now goes to the end of the stream, in its order.
+local soon = redis.call('ZRANGEBYSCORE', delayed, '-inf', whole(now), 'WITHSCORES', 'LIMIT', 0, limit)
+-- A group that is made later would begin by forgetting what is noted here.
+local refused = #soon > 0 and found_group()
+if refused then return refused end
+for number = 1, #soon, 2 do
+  local member = soon[number]
+  local packed = redis.call('HGET', later, member)
+  if packed then
+    local record = cmsgpack.unpack(packed)
+    record[#record + 1], record[#record + 2] = 'postroom:time', whole(record[1])
+    local entry = redis.call('XADD', stream, '*', unpack(record, 2))
+    write(entry, { 0, tonumber(soon[number + 1]), now, 0, '', '' })
+  end
+  redis.call('ZREM', delayed, member)
+  redis.call('HDEL', later, member)
+end
+
+-- What waits for its next try, of all topics that are open, the oldest first.
+local more = false
+local is_alone = suspect and is_suspects_turn
+if #ids < limit and not is_alone and redis.call('EXISTS', waiting) == 1 then
+  local left_alone = {}
+  for number = FIRST_TOPIC, #ARGV do left_alone[ARGV[number]] = true end
+  local numbers, open = redis.call('HGETALL', topics), {}
+  for number = 1, #numbers, 2 do
+    if not left_alone[numbers[number]] then open[#open + 1] = tonumber(numbers[number + 1]) end
+  end
+  local found, room = {}, limit - #ids
+  local size = tenant == '' and room or math.max(room, PAGE)
+  size = math.max(1, math.min(size, math.ceil(SCANNED / math.max(#open, 1))))
+  for _, topic in ipairs(open) do
+    local from = (since == '' and '[' or '(') .. struct.pack('>I2', topic) .. since
+    local to = '(' .. struct.pack('>I2I8', topic, now + 1)
+    local members = redis.call('ZRANGEBYLEX', waiting, from, to, 'LIMIT', 0, size)
+    for _, member in ipairs(members) do found[#found + 1] = { member:sub(3), member } end
+    if #members == size then
+      -- What comes after the last that was looked at is not known, and may be older than what others have.
+      local last = members[size]:sub(3)
+      more = more and more < last and more or last
+    end
+  end
+  table.sort(found, function(one, other) return one[1] < other[1] end)
+  for _, one in ipairs(found) do
+    local place, member = unpack(one)
+    if #ids >= limit or (more and place > more) then break end
+    local entry = place:sub(9)
+    local note = note_of(entry)
+    local name, count = holder(entry)
+    if name ~= WAITING then
+      redis.call('ZREM', waiting, member) -- somebody else has acknowledged it, or claimed it by hand
+    elseif count - note[RELEASED] < max_attempts and (tenant == '' or note[TENANT] == tenant) then
+      redis.call('ZREM', waiting, member)
+      choose(entry, count)
+    end
+  end
+end
+
+if suspect and (is_alone or (#ids == 0 and not unread())) then
+  -- What was chosen before the turn of the suspect came stays where it was, and is looked for again.
+  for _, name in ipairs(#ids > 0 and names or {}) do redis.call('ZADD', leases, 'XX', whole(now - 1), name) end
+  ids, counts = { suspect }, { suspect_count }
+else
+  suspect = nil
+end
+
+local taken, told = {}, {}
+if #ids > 0 then
+  local there = {}
+  for _, one in ipairs(redis.call('XCLAIM', stream, group, me, 0, unpack(ids))) do
+    if one and one[2] then there[one[1]] = one end
+  end
+  for number, entry in ipairs(ids) do
+    local count, one = counts[number] + 1, there[entry]
+    if one then
+      taken[#taken + 1] = one
+      told[#told + 1], told[#told + 2] = count, count - note_of(entry)[RELEASED]
+    else
+      mourn(entry, count)
+    end
+  end
+end
+-- Also for what is read next: a name that holds nothing is found out when its time has come.
+if limit > 0 then redis.call('ZADD', leases, 'NX', whole(now + lease * 1000), me) end
+return { #taken == 0 and more or '', whole(base), suspect and 1 or 0, taken, told }

@@ -1,0 +1,3 @@
+-- Make the group if it is not there.
+begin()
+return found_group()

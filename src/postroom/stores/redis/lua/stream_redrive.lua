@@ -1,0 +1,20 @@
+-- Have dead messages tried again from their first attempt on, the oldest first, each as a new entry of the stream.
+-- ARGV: the group, and how many at most. Answers how many there were.
+local found = redis.call('XRANGE', dead, '-', '+', 'COUNT', ARGV[2])
+local count = 0
+for _, one in ipairs(found) do
+  local fields, entry = {}, nil
+  for number = 1, #one[2], 2 do
+    local name, value = one[2][number], one[2][number + 1]
+    if name == 'postroom:entry' then entry = value end
+    if name:sub(1, 9) ~= 'postroom:' then fields[#fields + 1], fields[#fields + 2] = name, value end
+  end
+  -- Of an entry that was deleted nothing is left to be tried.
+  if #fields > 0 then
+    redis.call('XADD', stream, '*', unpack(fields))
+    count = count + 1
+  end
+  redis.call('XDEL', dead, one[1])
+  if entry then redis.call('HDEL', graves, entry) end
+end
+return count

@@ -1,0 +1,255 @@
+"""The recorder: takes the commands of a transaction down, under the names that the library gives them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import redis.exceptions
+from redis.commands.core import AsyncCoreCommands
+
+from ...errors import (
+    CommandRefusedError,
+    PostroomError,
+    StoreContentionError,
+    StoreError,
+    TransactionClosedError,
+)
+from .client import Client
+from .commands import READS, Command, keys_of, slot_of, understood
+from .marks import Mark, Renewal
+from .scripts import script
+
+__all__ = ["Addition", "Recorder", "WatchingRecorder"]
+
+# The library's own types say neither what commands take nor what they answer.
+Foreign = Any
+
+#: What one commit may hold: a script holds up everybody else's commands.
+MOST_COMMANDS: Final = 1000
+MOST_BYTES: Final = 1024 * 1024
+
+
+class Addition(NamedTuple):
+    """What is added to an outbox: the keys of its namespace, and the arguments of the script."""
+
+    keys: tuple[bytes, ...]
+    arguments: tuple[bytes, ...]
+
+
+class _Recorded:
+    """What a recorded command answers: nothing, with or without an ``await``."""
+
+    def __await__(self) -> Generator[None]:
+        """Answer at once."""
+        yield from ()
+
+
+_RECORDED: Final = _Recorded()
+
+
+class Recorder(AsyncCoreCommands):
+    """Stands for a client in a transaction: its commands are recorded, and sent by the commit.
+
+    It has the names of an async client's commands, so that the same code runs at once with a client, and with a
+    recorder when the transaction is committed. To await a command is allowed and gives None.
+    """
+
+    # The library's base class wants one, for clients that are told of lost connections.
+    _event_dispatcher: Foreign = None
+
+    def __init__(self, client: Client, *, tag: str, slot: int | None) -> None:
+        """Set up.
+
+        Args:
+            client: Asks what has to be known before the commit.
+            tag: What stands between braces in the keys of marks.
+            slot: Where all keys must be, None if the server is no cluster.
+        """
+        self.client = client
+        self.tag = tag
+        self._encode: Callable[[Foreign], bytes] = client.foreign.get_encoder().encode
+        self._slot = slot
+        self._is_open = True
+        self._size = 0
+        self._refused: PostroomError | None = None
+        self.recorded: list[Command] = []
+        self.additions: list[Addition] = []
+        #: The mark of the message that is handled; without one, the commit has one of its own.
+        self.mark: Mark | None = None
+        #: Keeps the lease on it.
+        self.renewal: Renewal | None = None
+        #: What is deleted, whoever has written it, if the transaction fails: the protocol that may lose messages.
+        self.literal: str | None = None
+        #: Whether a commit was sent and no answer has come.
+        self.is_in_doubt: bool = False
+        self.after_commit: list[Callable[[], object]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to be applied."""
+        return not (self.recorded or self.additions)
+
+    def execute_command(self, *words: Foreign, **options: Foreign) -> Awaitable[None]:
+        """Record a command.
+
+        Raises:
+            CommandRefusedError: It reads, or could fail after others were applied.
+            TransactionClosedError: The transaction has ended.
+        """
+        if not self._is_open:
+            raise TransactionClosedError
+        self._record(tuple(map(self._encode, words)))
+        return _RECORDED
+
+    def close(self) -> None:
+        """Take nothing down any more."""
+        self._is_open = False
+
+    async def aclose(self) -> None:
+        """Do nothing, as the transaction ends by itself: it is there since a client has it."""
+
+    async def end(self) -> None:
+        """Let go of everything that belongs to the transaction."""
+        if self.renewal is not None:
+            await self.renewal.stop()
+
+    def check(self) -> None:
+        """Raise what was refused before: a handler that has caught it would be applied without it."""
+        if self._refused is not None:
+            raise self._refused
+
+    def keep(self) -> Callable[[], None]:
+        """Return what forgets everything that is recorded from now on."""
+        commands, additions, size, refused = len(self.recorded), len(self.additions), self._size, self._refused
+
+        def forget() -> None:
+            del self.recorded[commands:]
+            del self.additions[additions:]
+            self._size, self._refused = size, refused
+
+        return forget
+
+    async def watch(self, *names: Foreign) -> Foreign:  # type: ignore[override]  # as the library's own
+        """Refuse: nothing is read, so nothing need be watched."""
+        raise CommandRefusedError("WATCH", "use RedisTransactions(client, mode='multi') to read what you then change")
+
+    async def unwatch(self) -> Foreign:  # type: ignore[override]  # as the library's own
+        """Refuse like `watch`."""
+        raise CommandRefusedError("UNWATCH", "it ends what watch() began, which only mode='multi' has")
+
+    def _record(self, words: tuple[bytes, ...]) -> None:
+        try:
+            self._take(words)
+        except CommandRefusedError as error:
+            # Whoever asks in vain may ask elsewhere; what was to be written must not be missing.
+            if error.command not in READS:
+                self._refused = error
+            raise
+
+    def _take(self, words: tuple[bytes, ...]) -> None:
+        addition = _addition(words)
+        if addition is None:
+            command = self._understood(words)
+            self._check_slot(command.words[0], keys_of(command.words))
+            self.recorded.append(command)
+        else:
+            self._check_slot(b"EVAL", addition.keys)
+            self.additions.append(addition)
+        self._size += sum(map(len, words)) - (len(words[1]) if addition else 0)
+        if len(self.recorded) + len(self.additions) > MOST_COMMANDS or self._size > MOST_BYTES:
+            raise CommandRefusedError(
+                words[0].decode(errors="replace"),
+                f"it would be more than {MOST_COMMANDS:,} commands or {MOST_BYTES:,} bytes in one transaction, during "
+                "which the server does nothing else; do less for one message",
+            )
+
+    def _understood(self, words: tuple[bytes, ...]) -> Command:
+        return understood(words)
+
+    def _check_slot(self, name: bytes, keys: Sequence[bytes]) -> None:
+        if self._slot is None:
+            return
+        for key in keys:
+            if slot_of(key) != self._slot:
+                raise CommandRefusedError(
+                    name.decode(errors="replace"),
+                    f"its key {key.decode(errors='replace')!r} is in another slot of the cluster than the mark of the "
+                    "message; put the same text between braces into all keys, as RedisTransactions.key() does",
+                )
+
+
+class WatchingRecorder(Recorder):
+    """A recorder for MULTI and EXEC, which takes down any command, and reads at once after `watch`."""
+
+    def __init__(self, client: Client, *, tag: str, slot: int | None) -> None:
+        super().__init__(client, tag=tag, slot=slot)
+        self.pipeline: Foreign = client.foreign.pipeline(transaction=True)
+        self.is_watching = False
+
+    def execute_command(self, *words: Foreign, **options: Foreign) -> Awaitable[Foreign]:
+        """Record a command, or answer it at once if it reads and something is watched."""
+        if not self.is_watching or str(words[0]).upper() not in READS:
+            return super().execute_command(*words, **options)
+        if not self._is_open:
+            raise TransactionClosedError
+        return self.ask(self.pipeline.immediate_execute_command(*words, **options))
+
+    async def watch(self, *names: Foreign) -> Foreign:  # type: ignore[override]  # as the library's own
+        """Have the commit refused if one of these keys changes, and let commands that read be answered from now on."""
+        self._check_slot(b"WATCH", [self._encode(name) for name in names])
+        if not self._is_open:
+            raise TransactionClosedError
+        answer = await self.ask(self.pipeline.watch(*names))
+        self.is_watching = True
+        return answer
+
+    async def ask(self, answer: Awaitable[Foreign]) -> Foreign:
+        """Wait for an answer on the connection that watches.
+
+        Raises:
+            StoreContentionError: What is watched was changed meanwhile; nothing was applied.
+            StoreError: The server refused, or no answer came.
+        """
+        try:
+            return await self.client.call(answer)
+        except StoreError as error:
+            cause = error.__cause__
+            if isinstance(cause, redis.exceptions.WatchError):
+                lost = cause.__context__
+                if lost is None:
+                    raise StoreContentionError("a watched key was changed meanwhile; nothing was applied") from error
+                # The library says the same of a connection that is lost, after which everything may be applied.
+                raise self.client.told(lost) from lost
+            if isinstance(cause, redis.exceptions.ResponseError):
+                # The library quotes the whole command, and what is written is nobody else's business.
+                plain = type(cause)(str(cause).rpartition("of pipeline caused error: ")[2])
+                raise self.client.told(plain) from plain
+            raise
+
+    async def end(self) -> None:
+        """Let go of the connection as well, on which nothing is watched any more."""
+        await super().end()
+        with contextlib.suppress(StoreError):
+            await self.client.call(self.pipeline.reset())
+
+    def _understood(self, words: tuple[bytes, ...]) -> Command:
+        name = words[0].decode(errors="replace").upper()
+        if name in READS:
+            raise CommandRefusedError(name, "it reads, and nothing is watched; await watch() of its keys first")
+        return Command(words, "")
+
+
+def _addition(words: tuple[bytes, ...]) -> Addition | None:
+    """Return what is added to an outbox, if that is what a command does."""
+    if words[0] != b"EVAL" or words[1] != _enqueue():
+        return None
+    end = 3 + int(words[2])
+    return Addition(words[3:end], words[end:])
+
+
+@lru_cache(maxsize=1)
+def _enqueue() -> bytes:
+    return script("enqueue").text.encode()

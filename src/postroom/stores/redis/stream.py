@@ -1,0 +1,340 @@
+"""The store in a stream of Redis: messages are its entries, claims those of a consumer group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Final
+from uuid import uuid4
+
+from ...errors import ConfigurationError, DecodeError, InvalidNameError, StoreError, StoreTimeoutError
+from ...message import DEFAULT_NAMESPACE, Message, is_namespace
+from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
+from .client import Client
+from .stream_keys import StreamKeys
+from .stream_outbox import StreamOutbox
+from .stream_record import Fields, Marshal, Unmarshal, moment, salvaged, unmarshalled
+
+__all__ = ["RedisStreamStore", "StreamClaim"]
+
+TIMEOUT: Final = timedelta(seconds=10)
+#: How often suspects are asked for first, so that a constant load cannot starve them.
+SUSPECTS_EVERY: Final = 16
+#: A script holds up everybody else's commands, so none does more than this.
+AT_ONCE: Final = 500
+#: For how long the name of a consumer is known that has nothing in its hands.
+FORGET_NAMES: Final = timedelta(hours=1)
+#: How much of an error is kept.
+LONGEST_ERROR: Final = 4000
+#: How long one call waits for new entries, and how long a listener rests after one, so that a load does not hold it up.
+BLOCK: Final = timedelta(seconds=1)
+REST: Final = 0.02
+_MICROSECOND: Final = timedelta(microseconds=1)
+_MILLISECOND: Final = timedelta(milliseconds=1)
+#: When a message was added that was not due then; its entry is younger.
+_TIME: Final = b"postroom:time"
+_OUTCOMES: Final[Mapping[type[Outcome], str]] = {Retry: "r", Dead: "x", Release: "e"}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClaim(Claim):
+    """A claim that knows its entry of the stream."""
+
+    entry: str = ""
+
+
+class RedisStreamStore:
+    """The messages of one namespace in a stream of Redis, or of a server that speaks like it.
+
+    The quick store: a message is one entry, and one that goes out at the first try is written nowhere else. What it
+    does not do is said by its features: messages of one key may overtake each other, and nothing is known of
+    duplicates. Where that matters use a `RedisStore`. One group reads the stream, since what it delivered is deleted.
+
+    Example:
+        >>> from postroom.stores.redis.stream import RedisStreamStore
+        >>> RedisStreamStore("redis://localhost:6379", namespace="shop")
+        RedisStreamStore(namespace='shop', table='postroom_stream')
+    """
+
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+        self,
+        server: Any,  # noqa: ANN401 -- a URL, or a client whose library is an extra
+        *,
+        namespace: str = DEFAULT_NAMESPACE,
+        table: str = "postroom_stream",
+        group: str = "outbox-publisher",
+        consumer: str | None = None,
+        keep_delivered: timedelta = timedelta(0),
+        marshal: Marshal | None = None,
+        unmarshal: Unmarshal | None = None,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        """Set up a store; no connection is made.
+
+        Args:
+            server: A URL that begins with ``redis://``, ``rediss://`` or ``unix://``, or an async client of redis-py's
+                that repeats nothing by itself and answers with bytes.
+            namespace: Whose messages these are; all of them are in one slot of a cluster.
+            table: What the key of the stream begins with: ``<table>:{<namespace>}:stream``.
+            group: The consumer group; made when it is not there, from the first entry on.
+            consumer: Who reads, by default this host, process and object. A name that outlives the process takes over
+                at once what that held; two that run at the same time under one name do so from each other.
+            keep_delivered: How long it is known which messages were delivered; what they said is deleted at once.
+            marshal: Turns a message into the fields of an entry, for `outbox`.
+            unmarshal: Turns the fields of an entry into a message; the same fields must always bring the same id.
+            timeout: How long one call to the server may take.
+
+        Raises:
+            InvalidNameError: There can be no stream, group or consumer of that name.
+            ConfigurationError: The client repeats commands by itself, or turns bytes into texts.
+        """
+        if keep_delivered < timedelta(0):
+            raise ConfigurationError(f"keep_delivered={keep_delivered} must not be negative")
+        for kind, name in (("group", group), ("consumer", consumer)):
+            if name is not None and (not is_namespace(name) or "|" in name):
+                raise InvalidNameError(kind, name, "1 to 100 printable characters without a |")
+        self.namespace = namespace
+        self.features: Features = Features(wakeups=True, requires_transaction=False, ordered=False, dedupes=False)
+        self.keep_delivered = keep_delivered
+        self.consumer: str = consumer or f"{socket.gethostname()[:50]}-{os.getpid()}-{uuid4().hex}"
+        self._table = table
+        self._group = group
+        self._marshal = marshal
+        self._unmarshal = unmarshal
+        self._keys = StreamKeys(table, namespace)
+        self._client = Client(server, timeout=timeout)
+        #: Tells this object from an earlier one of the same name, whose claims are to be taken over.
+        self._incarnation = uuid4().hex[:8]
+        self._is_open = False
+        self._has_claimed = False
+        self._turn = 0
+
+    def __repr__(self) -> str:
+        """Show what is stored where, without the address, which may hold a password."""
+        return f"{type(self).__name__}(namespace={self.namespace!r}, table={self._table!r})"
+
+    def outbox(self, *, wake: Callable[[], object] | None = None) -> StreamOutbox:
+        """Return what adds messages to this store."""
+        return StreamOutbox(namespace=self.namespace, table=self._table, marshal=self._marshal, wake=wake)
+
+    async def open(self) -> bool:
+        """Connect, and make the group if it is not there; tell whether the store was closed before."""
+        was_closed = not self._is_open
+        await self._run("open")
+        self._is_open = True
+        return was_closed
+
+    async def close(self) -> None:
+        """Close all connections; the store can be opened again."""
+        self._is_open = False
+        await self._client.close()
+
+    # -- claim -------------------------------------------------------------------------------------------------
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        """Lease what is due: expired leases first, then what waits for another try, then new entries; or one suspect.
+
+        What is not for these terms can only be told once it is read: it is put aside, and no attempt is spent on it.
+        """
+        self._turn += 1
+        since = b""
+        while True:
+            since, claims = await self._look(limit, terms, since)
+            others = [claim for claim in claims if not _is_for(claim.message, terms)] if _is_choosy(terms) else []
+            if others:
+                await self.settle([Settlement(claim, Release()) for claim in others])
+                claims = [claim for claim in claims if _is_for(claim.message, terms)]
+            if claims or not (others or since):
+                return claims
+
+    async def _look(self, limit: int, terms: ClaimTerms, since: bytes) -> tuple[bytes, list[Claim]]:
+        """Lease what was read before, then what is new; return where to look on if there was too much, and claims."""
+        size, lease = min(limit, AT_ONCE), max(terms.lease // _MILLISECOND, 1)
+        name = f"{self.consumer}|{self._incarnation}|{terms.worker.hex}|{lease}"
+        tenant = b"" if terms.tenant_id is None else terms.tenant_id.bytes
+        before, turn = "" if self._has_claimed else f"{self.consumer}|", int(self._turn % SUSPECTS_EVERY == 0)
+        wishes = size, lease, terms.max_attempts, terms.suspect_after, name, before, turn, tenant
+        since, base, suspect, entries, told = await self._run("claim", *wishes, since, *terms.skip_topics)
+        self._has_claimed = True
+        claims = self._taken(entries, told, base=int(base), is_suspect=bool(suspect))
+        if since or suspect or len(claims) == size:
+            return since, claims
+        try:
+            return since, claims + await self._fresh(size - len(claims), name, int(base) + 1)
+        except StoreError as error:
+            if claims:
+                return since, claims  # whatever it was, it will come up again when these are under way
+            if not str(error.__cause__).startswith("NOGROUP"):
+                raise
+            await self._run("open")
+            return await self._look(limit, terms, since)
+
+    def _taken(self, entries: list[Any], told: list[int], *, base: int, is_suspect: bool) -> list[Claim]:
+        claims: list[Claim] = []
+        for (entry, words), count, attempt in zip(entries, told[::2], told[1::2], strict=True):
+            fields = dict(zip(words[::2], words[1::2], strict=True))
+            claims.append(self._claim(entry, fields, attempt, base + count, is_suspect=is_suspect))
+        return claims
+
+    async def _fresh(self, limit: int, name: str, token: int) -> list[Claim]:
+        """Read new entries, which are ours for as long as the name says."""
+        reading = self._client.foreign.xreadgroup(self._group, name, {self._keys.stream: ">"}, count=limit)
+        return [self._claim(entry, fields, 1, token) for entry, fields in _entries(await self._client.call(reading))]
+
+    def _claim(
+        self, entry: bytes, fields: dict[bytes, bytes], attempt: int, token: int, *, is_suspect: bool = False
+    ) -> StreamClaim:
+        name, added = entry.decode(), fields.pop(_TIME, None)
+        arrived = int(name.partition("-")[0]) * 1000 if added is None else int(added)
+        try:
+            message = self._message(fields, attempt, token, arrived)
+        except DecodeError as error:
+            broken = salvaged(fields, name, namespace=self.namespace, attempt=attempt, token=token)
+            return StreamClaim(broken, is_suspect, str(error), name)
+        return StreamClaim(message, is_suspect, None, name)
+
+    def _message(self, fields: Fields, attempt: int, token: int, arrived: int) -> Message:
+        if self._unmarshal is None:
+            return unmarshalled(fields, self.namespace, attempt, token, arrived)
+        try:
+            message = self._unmarshal(fields)
+            return replace(message, namespace=self.namespace, attempt=attempt, token=token, time=moment(arrived))
+        except Exception as error:  # noqa: BLE001 -- one entry that it cannot read must not hold up all the others
+            raise DecodeError(f"the entry cannot be read ({type(error).__name__})") from None
+
+    # -- settle ------------------------------------------------------------------------------------------------
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        """Record what became of claims; return those that were lost."""
+        lost: list[Claim] = []
+        for first in range(0, len(settlements), AT_ONCE):
+            lost += await self._settle(settlements[first : first + AT_ONCE])
+        return lost
+
+    async def _settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        delivered: list[StreamClaim] = []
+        others: list[Claim] = []
+        lost: list[Claim] = []
+        words: list[Any] = []
+        for settlement in settlements:
+            claim, outcome = settlement.claim, settlement.outcome
+            if not isinstance(claim, StreamClaim):
+                # Of a stranger nothing is stored, and only delivered messages are ever deleted.
+                lost += [] if isinstance(outcome, Delivered) else [claim]
+            elif isinstance(outcome, Delivered):
+                delivered.append(claim)
+            else:
+                others.append(claim)
+                words += _words(claim, outcome)
+        if delivered or others:
+            numbers = await self._run("settle", int(bool(self.keep_delivered)), self._told(delivered), *words)
+            asked = [*delivered, *others] if numbers else []
+            lost += [asked[number - 1] for number in numbers]
+        return lost
+
+    def _told(self, claims: Sequence[StreamClaim]) -> str:
+        """Return what is told of delivered claims; in one word, since each word takes its time."""
+        if not self.keep_delivered:
+            return " ".join([f"{claim.entry} {claim.message.token}" for claim in claims])
+        told = [(claim.entry, claim.message) for claim in claims]
+        return " ".join([f"{entry} {message.token} {message.attempt} {message.id.hex}" for entry, message in told])
+
+    async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
+        """Lease claims anew from now on; return those that were lost."""
+        known = [claim for claim in claims if isinstance(claim, StreamClaim)]
+        lost = [claim for claim in claims if not isinstance(claim, StreamClaim)]
+        for first in range(0, len(known), AT_ONCE):
+            chunk = known[first : first + AT_ONCE]
+            blob = " ".join([f"{claim.entry} {claim.message.token}" for claim in chunk])
+            numbers = await self._run("extend", max(lease // _MILLISECOND, 1), blob)
+            lost += [chunk[number - 1] for number in numbers]
+        return lost
+
+    # -- upkeep ------------------------------------------------------------------------------------------------
+
+    async def sweep(self, terms: ClaimTerms) -> int:
+        """Make messages dead that have no attempt left; return how many."""
+        count: int = await self._run("sweep", terms.max_attempts, FORGET_NAMES // _MILLISECOND)
+        return count
+
+    async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
+        """Forget up to ``limit`` messages delivered longer ago; return how many."""
+        count: int = await self._run("purge", older_than // _MICROSECOND, min(limit, AT_ONCE))
+        return count
+
+    async def redrive(self, *, limit: int = AT_ONCE) -> int:
+        """Have up to ``limit`` dead messages tried again, the oldest first, as new entries; return how many."""
+        count: int = await self._run("redrive", min(limit, AT_ONCE))
+        return count
+
+    async def stats(self) -> Stats:
+        """Tell how many messages are in each state; counting costs next to nothing here."""
+        pending, processing, delivered, dead, oldest = await self._run("stats")
+        return Stats(
+            pending=pending,
+            processing=processing,
+            delivered=delivered,
+            dead=dead,
+            oldest_due=int(oldest) * _MICROSECOND if oldest else None,
+        )
+
+    async def listen(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` when entries were added, by whomever, until cancelled."""
+        last = await self._newest(b"0-0")
+        wake()  # what came before is not told again
+        while True:
+            if await self._has_more(last):
+                last = await self._newest(last)
+                wake()
+                await asyncio.sleep(REST)
+
+    async def _newest(self, otherwise: bytes) -> bytes:
+        found: list[Any] = await self._client.call(self._client.foreign.xrevrange(self._keys.stream, count=1))
+        return found[0][0] if found else otherwise
+
+    async def _has_more(self, last: bytes) -> bool:
+        """Wait for an entry after the last one; tell whether it came."""
+        block = BLOCK // _MILLISECOND
+        reading = self._client.foreign.xread({self._keys.stream: last}, count=1, block=block)
+        try:
+            return bool(await self._client.call(reading))
+        except StoreTimeoutError:
+            return False  # the user's client waits for less
+
+    async def _run(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 -- whatever the script answers
+        return await self._client.run(f"stream_{name}", self._keys.all, self._group, *arguments)
+
+
+def _entries(answer: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:  # noqa: ANN401 -- three kinds of answer
+    """Return the entries of an answer, which the library tells in its own way for each protocol and taste."""
+    found: list[Any] = [*answer.values()] if hasattr(answer, "values") else [entries for _, entries in answer]
+    if not found:
+        return []
+    return found[0][0] if isinstance(found[0][0], list) else found[0]
+
+
+def _is_choosy(terms: ClaimTerms) -> bool:
+    return bool(terms.tenant_id or terms.skip_topics)
+
+
+def _is_for(message: Message, terms: ClaimTerms) -> bool:
+    return terms.tenant_id in {None, message.tenant_id} and message.topic not in terms.skip_topics
+
+
+def _words(claim: StreamClaim, outcome: Retry | Dead | Release) -> tuple[Any, ...]:
+    message, tenant = claim.message, claim.message.tenant_id
+    delay = timedelta(0) if isinstance(outcome, Dead) else outcome.delay or timedelta(0)
+    error = "" if isinstance(outcome, Release) else outcome.error[:LONGEST_ERROR]
+    return (
+        claim.entry,
+        message.token,
+        _OUTCOMES[type(outcome)],
+        delay // _MICROSECOND,
+        error,
+        message.topic,
+        b"" if tenant is None else tenant.bytes,
+    )

@@ -1,0 +1,813 @@
+"""Due-time decisions: a ticket ends once, in one of two ways, on Redis and on every SQL database."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any, Protocol
+from uuid import UUID, uuid4
+
+import asyncmy.errors
+import pytest
+import redis
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from sqlalchemy import orm
+
+from postroom import ClaimTerms, Message, Outbox
+from postroom.decisions import (
+    Decisions,
+    Due,
+    Duplicate,
+    Enqueued,
+    Expired,
+    NotDue,
+    Revoked,
+    Scheduled,
+    Stale,
+    expiry_id,
+)
+from postroom.errors import ConfigurationError, InvalidDueTimeError, InvalidTicketError, NotInTransactionError
+from postroom.stores import MemoryStore
+from postroom.stores.redis import RedisStore
+from postroom.stores.redis.decisions import ticket_keys
+from postroom.stores.redis.keys import Keys
+from postroom.stores.redis.record import unpacked
+from postroom.testing.clients import ValkeyClient
+from postroom.testing.servers import ValkeyServer
+from postroom.testing.waiting import until
+
+from . import test_writers as writers
+from .test_inbox import DEADLOCK
+from .test_writers import LIBRARIES, Databases, Library, alchemy, awaited, look
+
+databases = writers.databases
+
+PAST = datetime(2026, 1, 1, tzinfo=UTC)
+LATER = PAST + timedelta(hours=1)
+FUTURE = datetime(2126, 1, 1, tzinfo=UTC)
+ALL = timedelta(0)
+EXPIRED, REVOKED = "tickets.expired", "tickets.revoked"
+
+
+class Place(Protocol):
+    """Somewhere that tickets are kept."""
+
+    def opened(self) -> AbstractAsyncContextManager[Any]:
+        """Open what the methods of `Decisions` take; what was done is kept if the block ends well."""
+        ...
+
+    async def events(self, outbox: Outbox) -> list[tuple[str, UUID, bytes]]:
+        """Return topic, id and payload of every event that is stored."""
+        ...
+
+    async def deliver(self, outbox: Outbox) -> None:
+        """Take all events away, as if they had been delivered and purged."""
+        ...
+
+
+class SQLPlace:
+    """A library that speaks to a database."""
+
+    def __init__(self, library: Library, databases: Databases) -> None:
+        self.library = library
+        self.databases = databases
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[Any]:
+        async with self.library.opened(self.databases) as link:
+            await link.begin()
+            try:
+                yield link.handle
+            except BaseException:
+                await link.rollback()
+                raise
+            await link.commit()
+
+    async def events(self, outbox: Outbox) -> list[tuple[str, UUID, bytes]]:
+        where = f"FROM postroom_outbox WHERE namespace = '{outbox.namespace}' ORDER BY seq"
+        rows = look(self.databases, self.library.database, f"SELECT topic, id, payload {where}")
+        return [(topic, _uuid(identity), bytes(payload)) for topic, identity, payload in rows]
+
+    async def deliver(self, outbox: Outbox) -> None:
+        look(
+            self.databases,
+            self.library.database,
+            f"DELETE FROM postroom_outbox WHERE namespace = '{outbox.namespace}'",
+        )
+
+
+def _uuid(value: Any) -> UUID:  # noqa: ANN401 -- each database has its own
+    if isinstance(value, UUID):
+        return value
+    return UUID(bytes=value) if isinstance(value, bytes) else UUID(value)
+
+
+class RedisPlace:
+    """A client of redis-py's, whose calls are awaited or not."""
+
+    def __init__(self, url: str, *, is_async: bool = True) -> None:
+        self.url = url
+        self._is_async = is_async
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[Any]:
+        if self._is_async:
+            async with redis.asyncio.Redis.from_url(self.url, retry=Retry(NoBackoff(), 0)) as client:
+                yield client
+        else:
+            with closing(redis.Redis.from_url(self.url)) as client:
+                yield client
+
+    async def events(self, outbox: Outbox) -> list[tuple[str, UUID, bytes]]:
+        with closing(redis.Redis.from_url(self.url)) as client:
+            stored: Any = client.hgetall(Keys(outbox.table, outbox.namespace).all[0])
+        said: dict[str, Any] = {"namespace": outbox.namespace, "attempt": 0, "token": 0, "arrived": 0}
+        messages = [unpacked(UUID(bytes=identity), body, **said)[0] for identity, body in stored.items()]
+        return [(message.topic, message.id, message.payload) for message in messages]
+
+    async def deliver(self, outbox: Outbox) -> None:
+        with closing(redis.Redis.from_url(self.url)) as client:
+            client.delete(*Keys(outbox.table, outbox.namespace).all)
+
+
+@pytest.fixture(params=[*(library.name for library in LIBRARIES), "redis", "redis-async"])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Every library there is."""
+    monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")
+    return place_of(request, request.param)
+
+
+SOME = ("asyncpg", "psycopg", "sqlite3", "asyncmy-found-rows", "redis", "redis-async")
+
+
+@pytest.fixture(params=SOME)
+def place(request: pytest.FixtureRequest) -> Place:
+    """A library of every kind, on every database."""
+    return place_of(request, request.param)
+
+
+def place_of(request: pytest.FixtureRequest, name: str) -> Place:
+    if name.startswith("redis"):
+        server: ValkeyClient = request.getfixturevalue("valkey_server")
+        return RedisPlace(server.dsn, is_async=name == "redis-async")
+    return SQLPlace(_library(name), request.getfixturevalue("databases"))
+
+
+def _library(name: str) -> Library:
+    return next(library for library in LIBRARIES if library.name == name)
+
+
+@pytest.fixture
+def decisions() -> Decisions:
+    """Decisions whose namespace is this test's own."""
+    return Decisions(Outbox(namespace=f"ns-{uuid4().hex}"))
+
+
+async def call(place: Place, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+    """Ask one thing, in a transaction of its own where there is one."""
+    async with place.opened() as connection:
+        return await awaited(method(connection, *arguments, **options))
+
+
+async def decide(place: Place, decisions: Decisions, ticket: str, expires_at: datetime = PAST, **options: Any) -> Any:  # noqa: ANN401
+    event = {"ticket": ticket}
+    return await call(place, decisions.decide, ticket, expires_at, event, topic=EXPIRED, **options)
+
+
+async def cancel(place: Place, decisions: Decisions, ticket: str, **options: Any) -> Any:  # noqa: ANN401
+    return await call(place, decisions.cancel, ticket, {"ticket": ticket}, topic=REVOKED, **options)
+
+
+async def topics(place: Place, decisions: Decisions) -> list[str]:
+    return [topic for topic, _, _ in await place.events(decisions.outbox)]
+
+
+# -- on every library --------------------------------------------------------------------------------------------
+
+
+async def test_a_ticket_that_is_due_expires_once_and_says_so_under_an_id_known_before(
+    anywhere: Place, decisions: Decisions
+) -> None:
+    """S3-22, S3-25, S3-26: whoever decides it again is told that it was decided."""
+    identity = expiry_id(decisions.outbox.namespace, "t", PAST)
+
+    scheduled = await call(anywhere, decisions.schedule, "t", PAST)
+    due = await call(anywhere, decisions.find_due)
+    first = await decide(anywhere, decisions, *due[0])
+    second = await decide(anywhere, decisions, "t")
+    after = await call(anywhere, decisions.find_due)
+
+    assert (scheduled, due) == (Scheduled(), [Due("t", PAST)])
+    assert (first, second, after) == (Enqueued(identity), Duplicate(identity), [])
+    assert identity.version == 3
+    assert await anywhere.events(decisions.outbox) == [(EXPIRED, identity, b'{"ticket":"t"}')]
+
+
+# -- what is answered --------------------------------------------------------------------------------------------
+
+
+async def test_a_ticket_that_was_revoked_does_not_expire(place: Place, decisions: Decisions) -> None:
+    """S3-25, S3-27: the decision itself looks whether the ticket was revoked, so nothing comes in between."""
+    await call(place, decisions.schedule, "t", PAST)
+    [due] = await call(place, decisions.find_due)
+
+    revoked = await cancel(place, decisions, "t")
+    decided = await decide(place, decisions, *due)
+    renewed = await call(place, decisions.renew, "t", FUTURE)
+    again = await cancel(place, decisions, "t")
+
+    assert isinstance(revoked, Enqueued)
+    assert (decided, renewed, again) == (Revoked(), Revoked(), Revoked())
+    assert await call(place, decisions.find_due) == []
+    assert await topics(place, decisions) == [REVOKED]
+
+
+async def test_a_ticket_that_has_expired_can_be_neither_revoked_nor_renewed(place: Place, decisions: Decisions) -> None:
+    """S3-25: never both events; who comes late is told, and decides what that means."""
+    await call(place, decisions.schedule, "t", PAST)
+    await decide(place, decisions, "t")
+
+    told = [
+        await cancel(place, decisions, "t"),
+        await call(place, decisions.renew, "t", FUTURE),
+        await call(place, decisions.schedule, "t", FUTURE),
+        await decide(place, decisions, "t", FUTURE),
+    ]
+
+    assert told == [Expired(), Expired(), Expired(), Stale()]
+    assert await topics(place, decisions) == [EXPIRED]
+
+
+async def test_due_tickets_come_oldest_first_and_looking_takes_nothing(place: Place, decisions: Decisions) -> None:
+    """S3-24: and what is not due is not among them."""
+    nothing = await call(place, decisions.find_due)
+    for ticket, expires_at in (("b", LATER), ("a", LATER), ("c", PAST), ("d", FUTURE)):
+        await call(place, decisions.schedule, ticket, expires_at)
+
+    two = await call(place, decisions.find_due, limit=2)
+    every = await call(place, decisions.find_due)
+    none = await call(place, decisions.find_due, limit=0)
+
+    assert nothing == []
+    assert two == [Due("c", PAST), Due("a", LATER)]
+    assert every == [Due("c", PAST), Due("a", LATER), Due("b", LATER)]
+    assert none == []
+
+
+async def test_a_ticket_is_not_decided_before_its_time_by_the_store_s_clock(place: Place, decisions: Decisions) -> None:
+    """S3-25: what the caller believes about the time does not matter."""
+    await call(place, decisions.schedule, "t", FUTURE)
+
+    decided = await decide(place, decisions, "t", FUTURE)
+    known = await decide(place, decisions, "t", FUTURE, is_revoked=True)
+    revoked = await cancel(place, decisions, "t")
+
+    assert (decided, known) == (NotDue(), NotDue())
+    assert isinstance(revoked, Enqueued)
+    assert await topics(place, decisions) == [REVOKED]
+
+
+async def test_who_did_not_see_that_a_ticket_was_renewed_is_told_when_it_ends(
+    place: Place, decisions: Decisions
+) -> None:
+    """S3-26: the id of the event belongs to one end, so that end must still hold."""
+    await call(place, decisions.schedule, "t", PAST)
+    [due] = await call(place, decisions.find_due)
+
+    renewed = await call(place, decisions.renew, "t", LATER)
+    stale = await decide(place, decisions, *due)
+    decided = await decide(place, decisions, "t", stale.expires_at)
+
+    assert (renewed, stale) == (Scheduled(), Stale(LATER))
+    assert decided == Enqueued(expiry_id(decisions.outbox.namespace, "t", LATER))
+    assert await topics(place, decisions) == [EXPIRED]
+
+
+async def test_a_ticket_that_is_renewed_into_the_future_is_no_longer_due(place: Place, decisions: Decisions) -> None:
+    """S3-24: and one that is renewed into the past is."""
+    for ticket, expires_at in (("a", PAST), ("b", FUTURE)):
+        await call(place, decisions.schedule, ticket, expires_at)
+
+    for ticket, expires_at in (("a", FUTURE), ("b", PAST)):
+        await call(place, decisions.renew, ticket, expires_at)
+
+    assert await call(place, decisions.find_due) == [Due("b", PAST)]
+
+
+async def test_a_ticket_can_be_scheduled_again_but_only_to_the_same_end(place: Place, decisions: Decisions) -> None:
+    """S3-22: a call whose answer got lost may be repeated, and changes nothing that was renewed since."""
+    first = await call(place, decisions.schedule, "t", PAST)
+    second = await call(place, decisions.schedule, "t", PAST)
+    other = await call(place, decisions.schedule, "t", LATER)
+
+    assert (first, second, other) == (Scheduled(), Scheduled(), Stale(PAST))
+    assert await call(place, decisions.find_due) == [Due("t", PAST)]
+
+
+async def test_an_end_between_two_milliseconds_is_the_next_of_them_for_everybody(
+    place: Place, decisions: Decisions
+) -> None:
+    """S3-22: whether it is said as it was or as it is stored."""
+    between = PAST + timedelta(microseconds=1)
+
+    scheduled = [await call(place, decisions.schedule, "t", between) for _ in range(2)]
+    [due] = await call(place, decisions.find_due)
+    first = await decide(place, decisions, "t", between)
+    second = await decide(place, decisions, *due)
+
+    assert scheduled == [Scheduled(), Scheduled()]
+    assert due == Due("t", PAST + timedelta(milliseconds=1))
+    assert second == Duplicate(first.id)
+
+
+async def test_a_late_repetition_does_not_bring_a_ticket_back(place: Place, decisions: Decisions) -> None:
+    """S3-26: not even after its event was delivered and purged, when nothing in the outbox tells of it any more."""
+    await call(place, decisions.schedule, "t", PAST)
+    await decide(place, decisions, "t")
+    await place.deliver(decisions.outbox)
+
+    scheduled = await call(place, decisions.schedule, "t", PAST)
+    decided = await decide(place, decisions, "t")
+
+    assert scheduled == Expired()
+    assert decided == Duplicate(expiry_id(decisions.outbox.namespace, "t", PAST))
+    assert await topics(place, decisions) == []
+
+
+async def test_nothing_is_said_of_a_ticket_that_is_not_known(place: Place, decisions: Decisions) -> None:
+    """S3-25: it may have been forgotten, so that an event could be its second."""
+    told = [
+        await decide(place, decisions, "t"),
+        await cancel(place, decisions, "t"),
+        await call(place, decisions.renew, "t", LATER),
+    ]
+
+    assert told == [Stale(), Stale(), Stale()]
+    assert await topics(place, decisions) == []
+    assert await call(place, decisions.find_due) == []
+
+
+async def test_what_the_caller_knows_of_a_revocation_counts_as_well(place: Place, decisions: Decisions) -> None:
+    """S3-27: the flag of old is kept as an extra input, and ends the ticket without an event."""
+    await call(place, decisions.schedule, "t", PAST)
+
+    known = await decide(place, decisions, "t", is_revoked=True)
+    decided = await decide(place, decisions, "t")
+
+    assert (known, decided) == (Revoked(), Revoked())
+    assert await topics(place, decisions) == []
+    assert await call(place, decisions.find_due) == []
+
+
+async def test_an_event_that_is_there_already_still_ends_its_ticket(place: Place, decisions: Decisions) -> None:
+    """S3-25: a dedupe key holds for the events of tickets too."""
+    for ticket in ("a", "b"):
+        await call(place, decisions.schedule, ticket, PAST)
+
+    first = await cancel(place, decisions, "a", dedupe_key="one")
+    second = await cancel(place, decisions, "b", dedupe_key="one")
+
+    assert second == Duplicate(first.id)
+    assert await call(place, decisions.find_due) == []
+    assert await topics(place, decisions) == [REVOKED]
+
+
+async def test_an_event_with_the_id_of_an_end_is_not_stored_twice(place: Place, decisions: Decisions) -> None:
+    """S3-25, S3-26: whoever stored it, such as an application that moved its tickets here."""
+    known = Message(id=expiry_id(decisions.outbox.namespace, "t", PAST), topic=EXPIRED, type="x", payload=b"{}")
+    await call(place, decisions.outbox.add, known)
+    await call(place, decisions.schedule, "t", PAST)
+
+    decided = await decide(place, decisions, "t")
+
+    assert decided == Duplicate(known.id)
+    assert await call(place, decisions.find_due) == []
+    assert await topics(place, decisions) == [EXPIRED]
+
+
+async def test_tickets_that_ended_are_forgotten_the_oldest_first_and_open_ones_never(
+    place: Place, decisions: Decisions
+) -> None:
+    """A forgotten one is as if it had never been; the outbox may hold its event for as long as it likes."""
+    for ticket in ("a", "b", "open"):
+        await call(place, decisions.schedule, ticket, PAST)
+    await decide(place, decisions, "a")
+    await cancel(place, decisions, "b")
+
+    counts = [
+        await call(place, decisions.forget, older_than=timedelta(days=1)),
+        await call(place, decisions.forget, older_than=ALL, limit=1),
+        await call(place, decisions.forget, older_than=ALL),
+        await call(place, decisions.forget, older_than=ALL),
+    ]
+
+    assert counts == [0, 1, 1, 0]
+    assert await call(place, decisions.find_due) == [Due("open", PAST)]
+    assert await decide(place, decisions, "a") == Stale()
+    assert await cancel(place, decisions, "b") == Stale()
+
+
+async def test_a_ticket_may_have_any_printable_name(place: Place, decisions: Decisions) -> None:
+    """S3-22: none of it is taken for a part of a key, a hash tag or a statement."""
+    names = {"{t}", "}{", "a:b|c", "ünï ☃", "%7B", "'; --", "x" * 255}
+    async with place.opened() as connection:
+        for ticket in names:
+            await awaited(decisions.schedule(connection, ticket, PAST))
+        due = await awaited(decisions.find_due(connection))
+        told = [await awaited(decisions.decide(connection, one.ticket, PAST, {}, topic=EXPIRED)) for one in due]
+
+    assert {one.ticket for one in due} == names
+    assert {type(decided) for decided in told} == {Enqueued}
+
+
+async def test_the_event_is_stored_byte_for_byte(place: Place, decisions: Decisions) -> None:
+    """S3-25: a message of the caller's keeps everything but its id."""
+    payloads = [b"[]", b"null", b"9007199254740993", b"\x00\xff"]
+    async with place.opened() as connection:
+        for number, payload in enumerate(payloads):
+            event = Message(topic=EXPIRED, type="expired", payload=payload, content_type="application/octet-stream")
+            await awaited(decisions.schedule(connection, f"t{number}", PAST))
+            await awaited(decisions.decide(connection, f"t{number}", PAST, event))
+
+    ids = [expiry_id(decisions.outbox.namespace, f"t{number}", PAST) for number in range(len(payloads))]
+    stored = {identity: payload for _, identity, payload in await place.events(decisions.outbox)}
+    assert stored == dict(zip(ids, payloads, strict=True))
+
+
+async def test_tickets_of_two_namespaces_are_strangers(place: Place, decisions: Decisions) -> None:
+    """S3-26: ids are unique in a table that namespaces share, so theirs must differ for the same ticket."""
+    other = Decisions(Outbox(namespace=f"{decisions.outbox.namespace}-other"))
+    for each in (decisions, other):
+        await call(place, each.schedule, "t", PAST)
+
+    told = [await decide(place, each, "t") for each in (decisions, other)]
+
+    assert all(isinstance(decided, Enqueued) for decided in told)
+    assert await topics(place, other) == [EXPIRED]
+
+
+# -- without a store ---------------------------------------------------------------------------------------------
+
+
+def test_the_id_of_an_event_depends_on_the_moment_and_not_on_how_it_is_written() -> None:
+    """S3-26: stores keep whole milliseconds, up to the next one, so nothing ends before its time."""
+    east = PAST.astimezone(timezone(timedelta(hours=9)))
+    same = {expiry_id("shop", "t", moment) for moment in (PAST, east, PAST - timedelta(microseconds=999))}
+    others = {
+        expiry_id("shop", "t", PAST + timedelta(microseconds=1)),
+        expiry_id("shop", "t", PAST - timedelta(milliseconds=1)),
+        expiry_id("shop", "u", PAST),
+        expiry_id("shed", "t", PAST),
+    }
+
+    assert same == {UUID("4021abee-33e3-3f68-a16e-5261b0e2c0b2")}
+    assert len(others) == 4
+    assert same.isdisjoint(others)
+
+
+@pytest.mark.parametrize("ticket", ["", " t", "a\nb", "x" * 256, "\ud800", 7])
+def test_a_ticket_without_a_proper_name_is_refused(decisions: Decisions, ticket: Any) -> None:  # noqa: ANN401
+    connection = sqlite3.connect(":memory:")
+    with closing(connection), pytest.raises(InvalidTicketError, match="ticket"):
+        decisions.schedule(connection, ticket, PAST)
+    with closing(connection), pytest.raises(InvalidTicketError, match="ticket"):
+        decisions.decide(connection, ticket, PAST, {}, topic=EXPIRED)
+
+
+@pytest.mark.parametrize("moment", [datetime(2026, 1, 1), datetime(1969, 1, 1, tzinfo=UTC), "2026-01-01"])  # noqa: DTZ001
+def test_an_end_that_is_no_moment_is_refused(decisions: Decisions, moment: Any) -> None:  # noqa: ANN401
+    with closing(sqlite3.connect(":memory:")) as connection, pytest.raises(InvalidDueTimeError, match="expires_at"):
+        decisions.renew(connection, "t", moment)
+
+
+def test_a_memory_store_says_that_it_has_no_tickets(decisions: Decisions) -> None:
+    with MemoryStore().transaction() as transaction, pytest.raises(ConfigurationError, match="no tickets"):
+        decisions.schedule(transaction, "t", PAST)
+
+
+# -- in a transaction of SQL -------------------------------------------------------------------------------------
+
+SQL = [name for name in SOME if not name.startswith("redis")]
+
+
+@pytest.mark.parametrize("name", SQL)
+async def test_a_rollback_takes_back_the_decision_and_its_event(
+    name: str, databases: Databases, decisions: Decisions
+) -> None:
+    """S3-25: they share the fate of the caller's transaction."""
+    place = SQLPlace(_library(name), databases)
+    await call(place, decisions.schedule, "t", PAST)
+
+    async with place.library.opened(databases) as link:
+        await link.begin()
+        first = await awaited(decisions.decide(link.handle, "t", PAST, {}, topic=EXPIRED))
+        await link.rollback()
+    between = await topics(place, decisions)
+    second = await decide(place, decisions, "t")
+
+    assert first == second == Enqueued(expiry_id(decisions.outbox.namespace, "t", PAST))
+    assert between == []
+    assert await topics(place, decisions) == [EXPIRED]
+
+
+@pytest.mark.parametrize("name", SQL)
+async def test_outside_a_transaction_one_may_look_and_not_decide(
+    name: str, databases: Databases, decisions: Decisions
+) -> None:
+    """S3-25: a decision and its event could be torn apart."""
+    async with _library(name).opened(databases, autocommit=True) as link:
+        found = await awaited(decisions.find_due(link.handle))
+        with pytest.raises(NotInTransactionError):
+            await awaited(decisions.decide(link.handle, "t", PAST, {}, topic=EXPIRED))
+        with pytest.raises(NotInTransactionError):
+            await awaited(decisions.schedule(link.handle, "t", PAST))
+
+    assert found == []
+
+
+WAITING = {
+    "postgres": "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
+    "mariadb": (
+        "SELECT count(*) FROM information_schema.processlist "
+        "WHERE db = DATABASE() AND info LIKE 'SELECT status%postroom_outbox_tickets%' AND time_ms > 100"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["asyncpg", "psycopg-async", "asyncmy"])
+@pytest.mark.parametrize("is_committed", [True, False], ids=["committed", "rolled back"])
+async def test_a_revocation_waits_for_the_decision_that_is_under_way(
+    name: str, databases: Databases, decisions: Decisions, *, is_committed: bool
+) -> None:
+    """S3-27: and then says what became of it, so that there is one event whoever comes first."""
+    place = SQLPlace(_library(name), databases)
+    await call(place, decisions.schedule, "t", PAST)
+    async with place.library.opened(databases) as one, place.library.opened(databases) as two:
+        await one.begin()
+        await two.begin()
+        await two.execute("SELECT 1 FROM postroom_outbox_tickets")  # so that it has a snapshot of before
+        first = await decisions.decide(one.handle, "t", PAST, {}, topic=EXPIRED)
+        task = asyncio.ensure_future(decisions.cancel(two.handle, "t", {}, topic=REVOKED))
+        kind = place.library.database
+        await until(lambda: bool(look(databases, kind, WAITING[kind])[0][0]), "the wait of the revocation")
+        waited = not task.done()
+        await (one.commit() if is_committed else one.rollback())
+        second = await task
+        await two.commit()
+
+    assert isinstance(first, Enqueued)
+    assert waited
+    assert second == Expired() if is_committed else isinstance(second, Enqueued)
+    assert await topics(place, decisions) == ([EXPIRED] if is_committed else [REVOKED])
+
+
+def test_nobody_comes_between_looking_and_writing_on_sqlite(databases: Databases, decisions: Decisions) -> None:
+    """S3-27: there a SELECT locks nothing, so whoever wants to look has to write first."""
+    one, two = (sqlite3.connect(databases.sqlite, timeout=0) for _ in range(2))
+    told: list[object] = []
+
+    def interfere(statement: str) -> None:
+        if statement.startswith('INSERT INTO "postroom_outbox"'):
+            try:
+                told.append(decisions.cancel(two, "t", {}, topic=REVOKED))
+                two.commit()
+            except sqlite3.OperationalError as error:
+                told.append(str(error))
+
+    with closing(one), closing(two):
+        decisions.schedule(one, "t", PAST)
+        one.commit()
+        one.set_trace_callback(interfere)
+
+        decided = decisions.decide(one, "t", PAST, {}, topic=EXPIRED)
+        one.commit()
+        revoked = decisions.cancel(two, "t", {}, topic=REVOKED)
+
+    assert told == ["database is locked"]
+    assert isinstance(decided, Enqueued)
+    assert revoked == Expired()
+
+
+def test_a_session_wakes_the_dispatcher_after_the_commit(databases: Databases) -> None:
+    woken: list[str] = []
+    decisions = Decisions(Outbox(namespace=f"ns-{uuid4().hex}", wake=lambda: woken.append("woken")))
+
+    async def run() -> list[str]:
+        library = Library("session", "sqlite", alchemy("sqlite", orm.Session))
+        async with library.opened(databases) as link:
+            decisions.schedule(link.handle, "t", PAST)
+            decisions.decide(link.handle, "t", PAST, {}, topic=EXPIRED)
+            before = list(woken)
+            await link.commit()
+        return before
+
+    before = asyncio.run(run())
+
+    assert (before, woken) == ([], ["woken"])
+
+
+# -- many at once ------------------------------------------------------------------------------------------------
+
+
+async def repeated(place: Place, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+    """Ask again where others stood in the way, as they do in InnoDB."""
+    while True:
+        try:
+            return await call(place, method, *arguments, **options)
+        except asyncmy.errors.OperationalError as error:
+            if error.args[0] != DEADLOCK:
+                raise
+
+
+@pytest.mark.parametrize("place", ["asyncpg", "asyncmy", "redis-async"], indirect=True)
+async def test_of_many_who_decide_revoke_and_renew_one_ends_the_ticket(place: Place, decisions: Decisions) -> None:
+    """S3-25, S3-26, S3-27: and there is one event of each ticket, the one that its winner was told of."""
+    tickets = [f"t{number}" for number in range(8)]
+    for ticket in tickets:
+        await call(place, decisions.schedule, ticket, PAST)
+
+    async def expire(ticket: str) -> Any:  # noqa: ANN401
+        answer: Any = Stale(PAST)
+        while isinstance(answer, Stale):
+            answer = await repeated(place, decisions.decide, ticket, answer.expires_at, {}, topic=EXPIRED)
+        return answer
+
+    async with asyncio.timeout(30):
+        told = await asyncio.gather(
+            *(expire(ticket) for ticket in tickets),
+            *(repeated(place, decisions.cancel, ticket, {}, topic=REVOKED) for ticket in tickets),
+            *(repeated(place, decisions.renew, ticket, LATER) for ticket in tickets),
+            *(expire(ticket) for ticket in tickets),
+        )
+
+    stored = [identity for _, identity, _ in await place.events(decisions.outbox)]
+    assert sorted(stored) == sorted(answer.id for answer in told if isinstance(answer, Enqueued))
+    assert len(stored) == len(tickets)
+    assert await call(place, decisions.find_due) == []
+
+
+# -- in Redis ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def client(valkey_server: ValkeyClient) -> AsyncIterator[Any]:
+    async with redis.asyncio.Redis.from_url(valkey_server.dsn, retry=Retry(NoBackoff(), 0)) as client:
+        yield client
+
+
+async def test_a_dispatcher_s_claim_brings_the_event(
+    client: Any,  # noqa: ANN401
+    valkey_server: ValkeyClient,
+    decisions: Decisions,
+) -> None:
+    """S3-25: it is an entry like all others."""
+    store = RedisStore(valkey_server.dsn, namespace=decisions.outbox.namespace)
+    await decisions.schedule(client, "t", PAST)
+    decided = await decisions.decide(client, "t", PAST, {"a": 1}, topic=EXPIRED, key="t")
+
+    [claim] = await store.claim(10, ClaimTerms(worker=uuid4()))
+
+    await store.close()
+    assert decided == Enqueued(claim.message.id)
+    assert (claim.message.topic, claim.message.key, claim.message.payload) == (EXPIRED, "t", b'{"a":1}')
+
+
+async def test_a_decision_depends_on_no_key_s_time_to_live(client: Any, decisions: Decisions) -> None:  # noqa: ANN401
+    """S3-22, S3-23: tickets are members of a sorted set, which stays, in the slot of the messages."""
+    keys = Keys(decisions.outbox.table, decisions.outbox.namespace)
+    await decisions.schedule(client, "a", PAST)
+    await decisions.schedule(client, "b", PAST)
+    await decisions.decide(client, "a", PAST, {}, topic=EXPIRED)
+
+    scores = await client.zrange(ticket_keys(keys)[1], 0, -1, withscores=True)
+    lives = {key: await client.ttl(key) for key in [*keys.all, *ticket_keys(keys)]}
+    slots = {key_slot(key.encode()) for key in lives}
+
+    assert scores == [(b"b", PAST.timestamp() * 1000)]
+    assert [lives[key] for key in ticket_keys(keys)] == [-1, -1, -1]
+    assert set(lives.values()) == {-1, -2}
+    assert len(slots) == 1
+
+
+@pytest.mark.parametrize("number", range(3))
+async def test_a_key_of_another_type_is_told_before_anything_is_written(
+    client: Any,  # noqa: ANN401
+    decisions: Decisions,
+    number: int,
+) -> None:
+    """S3-25: nothing is half done that repair would have to mend."""
+    keys = Keys(decisions.outbox.table, decisions.outbox.namespace)
+    await decisions.schedule(client, "t", PAST)
+    await client.delete(ticket_keys(keys)[number])
+    await client.set(ticket_keys(keys)[number], "taken")
+
+    for answer in (
+        decisions.decide(client, "t", PAST, {}, topic=EXPIRED),
+        decisions.cancel(client, "t", {}, topic=REVOKED),
+        decisions.schedule(client, "u", PAST),
+        decisions.renew(client, "t", LATER),
+    ):
+        with pytest.raises(redis.exceptions.ResponseError, match=r"WRONGTYPE .* is a string, and should be a"):
+            await answer
+
+    left = {key for key in [*keys.all, *ticket_keys(keys)] if await client.exists(key)}
+    assert left <= set(ticket_keys(keys))
+
+
+async def test_an_event_that_cannot_be_stored_leaves_its_ticket_open(client: Any, decisions: Decisions) -> None:  # noqa: ANN401
+    """S3-25: here because a namespace has only so many topics."""
+    keys = Keys(decisions.outbox.table, decisions.outbox.namespace)
+    await client.hset(keys.all[11], mapping={f"topic-{number}": number for number in range(65536)})
+    await decisions.schedule(client, "t", PAST)
+
+    for answer in (
+        decisions.decide(client, "t", PAST, {}, topic="one-more"),
+        decisions.cancel(client, "t", {}, topic="one-more"),
+    ):
+        with pytest.raises(redis.exceptions.ResponseError, match="takes no more"):
+            await answer
+    due = await decisions.find_due(client)
+    decided = await decisions.decide(client, "t", PAST, {}, topic="topic-7")
+    await client.delete(keys.all[11])
+
+    assert due == [Due("t", PAST)]
+    assert isinstance(decided, Enqueued)
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+async def test_a_pipeline_schedules_with_what_else_it_does_and_decides_nothing(
+    valkey_server: ValkeyClient, decisions: Decisions, *, is_async: bool
+) -> None:
+    """S3-22: a ticket is made and scheduled in one step; whatever needs an answer needs the client."""
+    place = RedisPlace(valkey_server.dsn, is_async=is_async)
+    async with place.opened() as client:
+        pipeline = client.pipeline(transaction=True)
+        pipeline.set(f"{decisions.outbox.namespace}:ticket", "t")
+        hoped = await awaited(decisions.schedule(pipeline, "t", PAST))
+        for method, arguments in (
+            (decisions.decide, ("t", PAST, {})),
+            (decisions.cancel, ("t", {})),
+            (decisions.renew, ("t", PAST)),
+            (decisions.find_due, ()),
+        ):
+            options: Any = {"topic": EXPIRED} if {} in arguments else {}
+            with pytest.raises(ConfigurationError, match="pass the client itself"):
+                await awaited(method(pipeline, *arguments, **options))
+        before = await awaited(decisions.find_due(client))
+        told = await awaited(pipeline.execute())
+        after = await awaited(decisions.find_due(client))
+
+    assert (hoped, before, after) == (Scheduled(), [], [Due("t", PAST)])
+    assert told == [True, [b"scheduled"]]
+
+
+async def test_every_decision_wakes_who_delivers_it_and_nothing_else_does(client: Any) -> None:  # noqa: ANN401
+    woken: list[str] = []
+    decisions = Decisions(Outbox(namespace=f"ns-{uuid4().hex}", wake=lambda: woken.append("woken")))
+    channel = Keys(decisions.outbox.table, decisions.outbox.namespace).channel
+    async with client.pubsub() as hints:
+        await hints.subscribe(channel)
+        await decisions.schedule(client, "t", PAST)
+        for _ in range(2):
+            await decisions.decide(client, "t", PAST, {}, topic=EXPIRED)
+        await client.publish(channel, "end")
+        heard = [hint["data"] async for hint in _until_end(hints)]
+
+    assert woken == ["woken"]
+    assert heard == [b"", b"end"]
+
+
+async def _until_end(hints: Any) -> AsyncIterator[dict[str, Any]]:  # noqa: ANN401
+    async for hint in hints.listen():
+        if hint["type"] == "message":
+            yield hint
+            if hint["data"] == b"end":
+                return
+
+
+async def test_a_server_that_was_killed_knows_what_was_decided_and_no_script(
+    private_valkey: ValkeyServer, decisions: Decisions
+) -> None:
+    """S3-26: whoever repeats a decision after a crash hears that it was made; a forgotten script is sent again."""
+    for is_async in (True, False):
+        ticket = f"t{is_async}"
+        place = RedisPlace(private_valkey.dsn, is_async=is_async)
+        with closing(redis.Redis.from_url(private_valkey.dsn)) as client:
+            client.config_set("appendfsync", "always")  # by default what a second brings may be lost, but as a whole
+        await call(place, decisions.schedule, ticket, PAST)
+        first = await decide(place, decisions, ticket)
+        private_valkey.kill9()
+        private_valkey.start()
+
+        second = await decide(place, decisions, ticket)
+        revoked = await cancel(place, decisions, ticket)
+
+        assert second == Duplicate(first.id)
+        assert revoked == Expired()

@@ -1,0 +1,926 @@
+"""The inbox in Redis: a message takes effect once, whoever crashes, whatever is lost, and is acknowledged then."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextvars import Context
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, cast
+from uuid import UUID, uuid4
+
+import pytest
+import redis
+
+from postroom import Consumer, Message, Outbox, Router, events
+from postroom.brokers import MemoryBroker
+from postroom.dead_letters import StoredDeadLetters
+from postroom.delivery import Delivery
+from postroom.errors import (
+    CommitUnknownError,
+    ConfigurationError,
+    FencedError,
+    InvalidMessageError,
+    InvalidNameError,
+    MessageBusyError,
+    PartlyAppliedError,
+    QuarantinedError,
+    StoreContentionError,
+    StoreError,
+    StoreUnavailableError,
+)
+from postroom.inbox import Inbox
+from postroom.middleware import InboxMiddleware, OutboxMiddleware, TransactionMiddleware, transactional
+from postroom.middleware.chain import Middleware
+from postroom.store import Dead, Delivered, Outcome, Release, Retry
+from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline
+from postroom.stores.redis.record import packed
+from postroom.testing.cancelling import Moment, cuts
+from postroom.testing.clients import ValkeyClient
+from postroom.testing.servers import ValkeyServer
+from postroom.testing.waiting import until
+from postroom.transaction import Transaction, in_transaction
+
+from . import test_redis_transaction as transactions_of_redis
+from .test_redis_transaction import MODES, Shop, connect, shop_on, through_proxy
+
+shop = transactions_of_redis.shop
+
+SHORT = timedelta(milliseconds=150)
+NEVER = timedelta(0)
+TENANT = UUID(int=7)
+
+
+def message(**parts: Any) -> Message:  # noqa: ANN401
+    return Message(topic="orders", type="order.placed", payload=b"{}", attempt=1, **parts)
+
+
+class Worker:
+    """Handles messages step by step, and may stop for ever at each of them."""
+
+    def __init__(self, transactions: RedisTransactions, inbox: Inbox) -> None:
+        self._transactions = transactions
+        self._inbox = inbox
+        self._open: list[AbstractAsyncContextManager[Transaction]] = []
+
+    async def claim(self, claimed: Message) -> Transaction | None:
+        """Begin to handle a message, if it was not handled before."""
+        block = self._transactions.begin()
+        transaction = await block.__aenter__()
+        try:
+            is_new = await self._inbox.admit(transaction, claimed)
+        except BaseException as error:
+            with suppress(type(error)):
+                await block.__aexit__(type(error), error, None)
+            raise
+        if not is_new:
+            await block.__aexit__(None, None, None)
+            return None
+        self._open.append(block)
+        return transaction
+
+    async def commit(self) -> None:
+        """End the block of the first message well."""
+        await self._open.pop(0).__aexit__(None, None, None)
+
+    async def fail(self) -> None:
+        """End it as a handler does that fails."""
+        with suppress(ZeroDivisionError):
+            await self._open.pop(0).__aexit__(ZeroDivisionError, ZeroDivisionError(), None)
+
+    async def clean_up(self) -> None:
+        for _ in list(self._open):
+            with suppress(Exception):
+                await self.fail()
+
+
+@asynccontextmanager
+async def workers(shop: Shop, inbox: Inbox, count: int = 2) -> AsyncGenerator[list[Worker]]:
+    """Give workers, as if each were a process; what they leave open stays as a crash leaves it."""
+    made = [Worker(shop.transactions, inbox) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for worker in made:
+            await worker.clean_up()
+
+
+def inbox(**options: Any) -> RedisInbox:  # noqa: ANN401
+    """Return an inbox whose leases nobody renews."""
+    return RedisInbox(f"consumer-{uuid4().hex}", **{"longest": NEVER, **options})
+
+
+async def elsewhere(work: Awaitable[Any]) -> Any:  # noqa: ANN401
+    """Do something as another process would, which knows nothing of a transaction here."""
+
+    async def do() -> Any:  # noqa: ANN401
+        return await work
+
+    return await asyncio.create_task(do(), context=Context())
+
+
+async def effect(shop: Shop, transaction: Transaction) -> None:
+    await transaction.connection.incrby(shop.key("effect"), 1)
+    await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="events")
+
+
+async def effects(shop: Shop) -> tuple[int, int]:
+    """Return how often the effect happened, and how many events there are."""
+    return int(await shop.client.get(shop.key("effect")) or 0), (await shop.store().stats()).pending
+
+
+async def mark(shop: Shop, marks: RedisInbox, of: Message) -> str:
+    """Return the word that a mark begins with."""
+    state = await shop.client.get(marks.key(shop.tag, of))
+    return (state or b"").partition(b":")[0].decode()
+
+
+def has_no_mark(shop: Shop, marks: RedisInbox, of: Message) -> Callable[[], Any]:
+    async def is_gone() -> bool:
+        return await mark(shop, marks, of) == ""
+
+    return is_gone
+
+
+# -- one message ------------------------------------------------------------------------------------------------
+
+
+async def test_a_message_is_claimed_at_once_and_done_with_its_effect(shop: Shop) -> None:
+    """S0-15, S0-34, S0-40: the claim is seen by others while the handler runs, and its end together with the effect."""
+    box, handled = inbox(retention=timedelta(hours=1)), message()
+
+    async with workers(shop, box) as (worker, _):
+        transaction = await worker.claim(handled)
+        assert transaction is not None
+        during = await mark(shop, box, handled)
+        lease = await shop.client.pttl(box.key(shop.tag, handled))
+        await effect(shop, transaction)
+        nothing = await effects(shop)
+        await worker.commit()
+
+    kept = await shop.client.pttl(box.key(shop.tag, handled))
+    assert (during, nothing) == ("p", (0, 0))
+    assert 0 < lease <= 30_000
+    assert (await mark(shop, box, handled), await effects(shop)) == ("done", (1, 1))
+    assert 3_590_000 < kept <= 3_600_000
+
+
+async def test_a_message_that_was_handled_is_a_duplicate_for_its_consumer_and_tenant_alone(shop: Shop) -> None:
+    """S0-11, S0-35, S0-39: consumers and tenants know nothing of each other."""
+    box, handled = inbox(), message()
+    others = [(inbox(), handled), (box, replace(handled, tenant_id=TENANT)), (box, message())]
+
+    async with workers(shop, box) as (worker, _):
+        assert await worker.claim(handled) is not None
+        await worker.commit()
+        assert await worker.claim(handled) is None
+    for other, seen in others:
+        async with workers(shop, other) as (worker, _):
+            assert await worker.claim(seen) is not None
+
+
+async def test_names_with_odd_characters_do_not_meet(shop: Shop) -> None:
+    """S0-39: braces, colons and newlines in names and keys change neither slot nor owner."""
+    tangled = RedisInbox("a", key_func=lambda _: "b:c"), RedisInbox("a:b", key_func=lambda _: "c")
+
+    keys = [box.key("t}{:", message()) for box in tangled]
+
+    assert len(set(keys)) == 2
+    assert {key[: key.index("}") + 1] for key in keys} == {"postroom_inbox:{t%7D%7B:}"}
+    with pytest.raises(InvalidNameError):
+        RedisInbox("a", table="{").key("t", message())
+
+
+async def test_a_handler_that_fails_gives_its_claim_back(shop: Shop) -> None:
+    """S0-21, S0-22, S0-37: only a commit leaves a mark, and the message may be handled again at once."""
+    box, handled = inbox(), message()
+
+    async with workers(shop, box) as (first, second):
+        transaction = await first.claim(handled)
+        assert transaction is not None
+        await effect(shop, transaction)
+        await first.fail()
+        after = await mark(shop, box, handled)
+        again = await second.claim(handled)
+
+    assert (after, await effects(shop)) == ("", (0, 0))
+    assert again is not None
+
+
+async def test_retention_is_a_day_unless_it_is_said(shop: Shop) -> None:
+    """S0-32: zero and less mean the default."""
+    assert RedisInbox("a").retention == RedisInbox("a", retention=timedelta(0)).retention == timedelta(hours=24)
+    assert RedisInbox("a", retention=timedelta(seconds=-1)).retention == timedelta(hours=24)
+    assert RedisInbox("a", retention=timedelta(hours=1)).retention == timedelta(hours=1)
+
+
+async def test_a_message_is_forgotten_after_its_retention_and_handled_again(shop: Shop) -> None:
+    """S0-18, S0-38: the server forgets by itself, and no cleanup has anything to do."""
+    box, handled = inbox(retention=SHORT), message()
+
+    async with workers(shop, box) as (worker, _):
+        assert await worker.claim(handled) is not None
+        await worker.commit()
+        await until(has_no_mark(shop, box, handled), "the end of the retention")
+
+        assert await worker.claim(handled) is not None
+    assert await box.purge(shop.transactions) == 0
+
+
+async def test_a_message_may_be_known_by_something_else_than_its_id(shop: Shop) -> None:
+    """S0-33, S0-39: an idempotency key in a header; one that has none is an error, not a duplicate of its like."""
+    box = inbox(key_func=lambda seen: seen.headers.get("idempotency-key", ""))
+    headers = {"idempotency-key": "42"}
+
+    async with workers(shop, box) as (worker, _):
+        assert await worker.claim(message(headers=headers)) is not None
+        await worker.commit()
+        assert await worker.claim(message(headers=headers)) is None
+        with pytest.raises(InvalidMessageError):
+            await worker.claim(message())
+
+
+async def test_a_message_without_an_id_is_an_error(shop: Shop) -> None:
+    """S0-33: all of those would be duplicates of each other."""
+    nameless = replace(message(), id=cast("UUID", None))
+
+    with pytest.raises(InvalidMessageError, match="no id"):
+        await handled_by(shop, RedisInbox("stock"), nothing).chain(nameless)
+
+
+@pytest.mark.parametrize("wrong", [{"lease": timedelta(0)}, {"longest": timedelta(-1)}, {"mode": "setnx"}])
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        RedisInbox("stock", **wrong)
+
+
+def test_an_inbox_that_forgets_too_early_is_refused() -> None:
+    """S0-32: what may come again after it was forgotten would take effect twice."""
+    with pytest.raises(ConfigurationError, match="retention"):
+        RedisInbox("stock", redelivery_horizon=timedelta(days=2))
+
+
+async def test_the_inbox_of_the_kernel_works_as_well(shop: Shop) -> None:
+    box, handled = Inbox(f"consumer-{uuid4().hex}"), message()
+
+    async with workers(shop, box) as (worker, _):
+        assert await worker.claim(handled) is not None
+        with pytest.raises(MessageBusyError):
+            await worker.claim(handled)
+        await worker.commit()
+
+        assert await worker.claim(handled) is None
+    assert await box.was_handled(shop.transactions, handled) is True
+    assert await box.was_handled(shop.transactions, message()) is False
+
+
+async def test_to_ask_leaves_no_trace(shop: Shop) -> None:
+    box, asked = inbox(), message()
+
+    assert await box.was_handled(shop.transactions, asked) is False
+    assert await mark(shop, box, asked) == ""
+
+
+# -- two at a time ----------------------------------------------------------------------------------------------
+
+
+async def test_a_message_that_somebody_handles_is_busy_for_the_rest_of_the_lease(shop: Shop) -> None:
+    """S0-17, S0-19, reliability 3.2: it is neither a duplicate nor handled twice; the error says when to look again."""
+    lease = timedelta(seconds=10)
+    box, handled = inbox(lease=lease), message()
+
+    async with workers(shop, box) as (first, second):
+        assert await first.claim(handled) is not None
+        with pytest.raises(MessageBusyError) as caught:
+            await second.claim(handled)
+
+    assert timedelta(seconds=9) < caught.value.delay < lease * 1.3
+
+
+async def test_a_claim_without_an_end_is_looked_at_after_a_lease(shop: Shop) -> None:
+    """S0-19: somebody has taken the time to live away."""
+    box, handled = inbox(lease=timedelta(seconds=10)), message()
+
+    async with workers(shop, box) as (first, second):
+        assert await first.claim(handled) is not None
+        await shop.client.persist(box.key(shop.tag, handled))
+        with pytest.raises(MessageBusyError) as caught:
+            await second.claim(handled)
+
+    assert caught.value.delay >= timedelta(seconds=10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_whoever_is_late_is_fenced_and_the_effect_happens_once(shop: Shop, mode: Any) -> None:  # noqa: ANN401
+    """S0-20, reliability 3.2: a pause past the lease; what the late one did is dropped, in both modes."""
+    box, handled = inbox(lease=SHORT), message()
+    shop.transactions = shop.also(shop.client, mode=mode)
+
+    async with workers(shop, box) as (late, other):
+        slow = await late.claim(handled)
+        assert slow is not None
+        await effect(shop, slow)
+        await until(has_no_mark(shop, box, handled), "the end of the lease")
+        fast = await other.claim(handled)
+        assert fast is not None
+        with pytest.raises(FencedError):
+            await late.commit()
+        still = await mark(shop, box, handled)
+        await effect(shop, fast)
+        await other.commit()
+
+    assert (still, await effects(shop)) == ("p", (1, 1))
+
+
+async def test_whoever_is_late_by_a_moment_is_fenced_by_what_it_watches(shop: Shop) -> None:
+    """S0-20: with MULTI, the claim is looked at before; if it changes after that, nothing is applied."""
+    box, handled = inbox(), message()
+    shop.transactions = shop.also(shop.client, mode="multi")
+
+    async with workers(shop, box) as (worker, _):
+        transaction = await worker.claim(handled)
+        assert transaction is not None
+        await effect(shop, transaction)
+        pipeline, key = transaction.connection.pipeline, box.key(shop.tag, handled)
+        begin_multi = pipeline.multi
+
+        def multi() -> None:
+            with redis.Redis.from_url(shop.url) as other:
+                other.set(key, "p:other")
+            begin_multi()
+
+        pipeline.multi = multi
+        with pytest.raises(StoreContentionError, match="changed"):
+            await worker.commit()
+
+    assert await shop.client.get(key) == b"p:other"
+    assert await effects(shop) == (0, 0)
+
+
+async def test_whoever_is_late_and_fails_deletes_nobody_elses_claim(shop: Shop) -> None:
+    """S0-37, D2: compare and delete, by the token."""
+    box, handled = inbox(lease=SHORT), message()
+
+    async with workers(shop, box) as (late, other):
+        assert await late.claim(handled) is not None
+        await until(has_no_mark(shop, box, handled), "the end of the lease")
+        assert await other.claim(handled) is not None
+        await late.fail()
+
+        assert await mark(shop, box, handled) == "p"
+
+
+async def test_a_lease_is_renewed_while_the_handler_runs_and_no_longer(shop: Shop) -> None:
+    """S0-19: a slow handler keeps its message, up to a limit."""
+    box, handled = inbox(lease=SHORT, longest=timedelta(minutes=1)), message()
+    limited, stuck = inbox(lease=SHORT, longest=4 * SHORT), message()
+
+    async with workers(shop, box) as (worker, other), workers(shop, limited, 1) as (hanging,):
+        transaction = await worker.claim(handled)
+        assert transaction is not None
+        assert await hanging.claim(stuck) is not None
+        await until(has_no_mark(shop, limited, stuck), "the end of the longest lease")
+        with pytest.raises(MessageBusyError):
+            await other.claim(handled)
+        await effect(shop, transaction)
+        await worker.commit()
+
+    assert (await mark(shop, box, handled), await effects(shop)) == ("done", (1, 1))
+
+
+async def test_optimistic_marks_come_last_and_undo_what_was_done_twice(shop: Shop) -> None:
+    """S0-20: the handler runs without a claim; the second of two applies nothing and is a duplicate."""
+    box, twice = inbox(mode="optimistic"), message()
+    calls = 0
+
+    async def handle(received: Message) -> Sequence[Message]:
+        nonlocal calls
+        calls += 1
+        await current_pipeline(shop.client).incrby(shop.key("effect"), 1)
+        if calls == 1:
+            await elsewhere(hand.chain(received))
+        return []
+
+    hand = handled_by(shop, box, handle)
+    await hand.chain(twice)
+    await hand.chain(twice)
+
+    assert (calls, await effects(shop)) == (2, (1, 0))
+    assert sum(isinstance(event, events.DuplicateSkipped) for event in hand.heard) == 2
+
+
+async def test_a_transaction_marks_one_message(shop: Shop) -> None:
+    """S0-15: its commit finds one token; to mark the same again is to have it marked."""
+    box, handled = inbox(), message()
+
+    async with workers(shop, box) as (worker, _):
+        transaction = await worker.claim(handled)
+        assert transaction is not None
+        assert await box.admit(transaction, handled) is False
+        with pytest.raises(ConfigurationError, match="one message"):
+            await box.admit(transaction, message())
+
+
+# -- crashes and lost replies -----------------------------------------------------------------------------------
+
+VICTIM = """
+import asyncio, sys
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from postroom import Message
+from postroom.stores.redis import RedisInbox, RedisTransactions
+from uuid import UUID
+from datetime import timedelta
+
+async def main(url, tag, consumer, identity, mode):
+    client = redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0))
+    transactions = RedisTransactions(client, tag=tag)
+    inbox = RedisInbox(consumer, lease=timedelta(milliseconds=500), mode=mode)
+    async with transactions.begin() as transaction:
+        await inbox.admit(transaction, Message(topic="orders", payload=b"", id=UUID(identity)))
+        await transaction.connection.incrby("{%s}:effect" % tag, 1)
+        print("claimed", flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def crash_with(shop: Shop, box: RedisInbox, handled: Message, mode: str) -> None:
+    """Have a process claim a message, and kill it in its handler."""
+    words = (shop.url, shop.tag, box.consumer, str(handled.id), mode)
+    victim = await asyncio.create_subprocess_exec(sys.executable, "-c", VICTIM, *words, stdout=asyncio.subprocess.PIPE)
+    assert victim.stdout is not None
+    assert await victim.stdout.readline() == b"claimed\n"
+    victim.kill()
+    await victim.wait()
+
+
+async def test_a_process_that_is_killed_in_its_handler_delays_the_message_by_its_lease(shop: Shop) -> None:
+    """S0-16, S0-17, S0-19, reliability 3.2: a claim, no effect, no event, no ack; then it is busy, and then handled."""
+    box, handled = inbox(lease=timedelta(milliseconds=500)), message()
+
+    await crash_with(shop, box, handled, "pessimistic")
+
+    async with workers(shop, box) as (worker, _):
+        left = (await mark(shop, box, handled), await effects(shop))
+        with pytest.raises(MessageBusyError) as caught:
+            await worker.claim(handled)
+        await until(has_no_mark(shop, box, handled), "the end of the lease")
+        transaction = await worker.claim(handled)
+        assert transaction is not None
+        await effect(shop, transaction)
+        await worker.commit()
+    assert left == ("p", (0, 0))
+    assert caught.value.delay <= timedelta(seconds=0.7)
+    assert await effects(shop) == (1, 1)
+
+
+async def test_the_literal_protocol_of_the_seed_loses_the_message_of_a_killed_process(shop: Shop) -> None:
+    """S0-02, S0-16, S0-17, D1: SETNX says that it was handled, so it is acknowledged although it never was."""
+    handled = message()
+    box = inbox(mode="setnx_may_lose_messages")
+    await crash_with(shop, box, handled, "setnx_may_lose_messages")
+
+    hand = handled_by(shop, box, counting(shop))
+    outcome = await hand.deliver(handled)
+
+    assert (outcome, await effects(shop)) == (Delivered(), (0, 0))
+    assert await shop.client.pttl(box.key(shop.tag, handled)) > 23 * 3_600_000
+
+
+async def test_the_literal_protocol_marks_handles_once_and_deletes_on_errors(shop: Shop) -> None:
+    """S0-02, S0-21, S0-35, S0-37, S0-38: without crashes it does what the seed says."""
+    box, good, bad = inbox(mode="setnx_may_lose_messages"), message(), message()
+    hand = handled_by(shop, box, counting(shop))
+
+    outcomes = [await hand.deliver(good), await hand.deliver(good)]
+    failed = await handled_by(shop, box, failing).deliver(bad)
+
+    assert outcomes == [Delivered(), Delivered()]
+    assert await effects(shop) == (1, 0)
+    assert isinstance(failed, Retry)
+    assert await shop.client.get(box.key(shop.tag, good)) == b"1"
+    assert await shop.client.exists(box.key(shop.tag, bad)) == 0
+    assert await box.was_handled(shop.transactions, good) is True
+
+
+async def test_a_claim_whose_reply_is_lost_delays_the_message_at_most(shop: Shop) -> None:
+    """S0-36, reliability 3.2: the claim may be nobody's; it is an error, and the message is handled later."""
+    box, handled = inbox(lease=timedelta(seconds=1)), message()
+
+    async with through_proxy(shop) as (proxy, client):
+        shaky = handled_by(shop, box, counting(shop), shop.also(client))
+        await shaky.deliver(message())
+        proxy.drop_reply(str(handled.id).encode())
+        first = await shaky.deliver(handled)
+        assert proxy.dropped == 1
+    hand = handled_by(shop, box, counting(shop))
+    await until(has_no_mark(shop, box, handled), "the end of the lease")
+
+    assert isinstance(first, Release)
+    assert await hand.deliver(handled) == Delivered()
+    assert await effects(shop) == (2, 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_commit_whose_reply_is_lost_happens_once_and_is_acknowledged(shop: Shop, mode: Any) -> None:  # noqa: ANN401
+    """S0-30, reliability 3.2, D1: asked again with the same token, it answers that it is done."""
+    box, handled = inbox(), message()
+
+    async with through_proxy(shop) as (proxy, client):
+        shaky = handled_by(shop, box, counting(shop), shop.also(client, mode=mode))
+        await shaky.deliver(message())
+        proxy.drop_reply(b"INCRBY")
+        outcome = await shaky.deliver(handled)
+        assert proxy.dropped == 1
+
+    assert (outcome, await effects(shop)) == (Delivered(), (2, 0))
+    assert await mark(shop, box, handled) == "done"
+
+
+async def test_a_commit_that_cannot_be_asked_about_costs_no_attempt_and_no_second_effect(shop: Shop) -> None:
+    """S0-30, S0-60, reliability 3.2: unknown is nacked, and the redelivery finds out."""
+    box, handled = inbox(lease=SHORT), message()
+
+    async with through_proxy(shop) as (proxy, client):
+        quick = shop.also(client, timeout=timedelta(milliseconds=200))
+
+        async def handle(received: Message) -> Sequence[Message]:
+            await current_pipeline(client).incrby(shop.key("effect"), 1)
+            proxy.black_hole("replies")
+            return []
+
+        shaky = handled_by(shop, box, handle, quick)
+        outcome = await shaky.deliver(handled)
+        proxy.heal()
+    hand = handled_by(shop, box, counting(shop))
+    again = await hand.deliver(handled)
+
+    assert isinstance(outcome, Release)
+    assert isinstance(shaky.errors[0], CommitUnknownError)
+    assert (again, await effects(shop)) == (Delivered(), (1, 0))
+
+
+async def test_a_crash_between_commit_and_ack_is_a_duplicate_then(shop: Shop) -> None:
+    """S0-22, S0-60, reliability 3.2: the effect is there, the redelivery is acknowledged and does nothing."""
+    box, handled = inbox(), message()
+    hand = handled_by(shop, box, counting(shop))
+
+    await hand.chain(handled)  # the process ends here, and nobody acknowledges
+    outcome = await hand.deliver(handled)
+
+    assert (outcome, await effects(shop)) == (Delivered(), (1, 0))
+    assert [type(event) for event in hand.heard] == [events.DuplicateSkipped]
+
+
+async def test_a_server_that_crashes_has_effect_mark_and_event_together_or_none(private_valkey: ValkeyServer) -> None:
+    """S0-59, reliability 3.2: what the log of the server gives back is a prefix of whole commits."""
+    async with shop_on(private_valkey.dsn) as shop:
+        await shop.client.config_set("appendfsync", "always")
+        box, done, open_ = inbox(lease=timedelta(seconds=1)), message(), message()
+        async with workers(shop, box) as (worker, other):
+            transaction = await worker.claim(done)
+            assert transaction is not None
+            await effect(shop, transaction)
+            await worker.commit()
+            assert await other.claim(open_) is not None
+            private_valkey.kill9()
+            private_valkey.start()
+            await shop.client.connection_pool.disconnect()
+
+            assert (await mark(shop, box, done), await effects(shop)) == ("done", (1, 1))
+            assert await worker.claim(done) is None
+            await until(has_no_mark(shop, box, open_), "the end of the lease")
+            assert await worker.claim(open_) is not None
+
+
+async def test_without_the_server_nothing_is_handled_and_nothing_acknowledged(private_valkey: ValkeyServer) -> None:
+    """S0-36: the mark fails closed, at no cost for the message."""
+    async with shop_on(private_valkey.dsn) as shop:
+        hand = handled_by(shop, inbox(), counting(shop))
+        private_valkey.kill9()
+
+        outcome = await hand.deliver(message())
+
+        assert isinstance(outcome, Release)
+        assert isinstance(hand.errors[0], StoreUnavailableError)
+        assert hand.calls == 0
+
+
+async def test_a_server_without_memory_or_scripts_is_no_fault_of_the_message(private_valkey: ValkeyServer) -> None:
+    """S0-36: OOM at the mark; then NOSCRIPT, which is none."""
+    async with shop_on(private_valkey.dsn) as shop:
+        box, handled = inbox(), message()
+        hand = handled_by(shop, box, counting(shop))
+        await shop.client.config_set("maxmemory", "1")
+        refused = await hand.deliver(handled)
+        await shop.client.config_set("maxmemory", "0")
+        await shop.client.script_flush()
+
+        assert isinstance(refused, Release)
+        assert await hand.deliver(handled) == Delivered()
+        assert await effects(shop) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", ["hash", "foreign"])
+async def test_a_mark_that_is_something_else_is_an_error(shop: Shop, kind: str) -> None:
+    """S0-36: whoever has written there, it is not taken for a duplicate."""
+    box, handled = inbox(), message()
+    key = box.key(shop.tag, handled)
+    await (shop.client.hset(key, "a", "b") if kind == "hash" else shop.client.set(key, "what?"))
+    hand = handled_by(shop, box, counting(shop))
+
+    outcome = await hand.deliver(handled)
+
+    assert isinstance(outcome, Release)
+    assert isinstance(hand.errors[0], StoreError)
+    assert (hand.calls, await shop.client.exists(key)) == (0, 1)
+
+
+async def test_what_was_applied_in_part_is_put_aside_and_never_acknowledged_as_done(shop: Shop) -> None:
+    """S0-30, reliability 3.2 and 3.3: nacked with an alert, then in quarantine, then a dead letter; it runs once."""
+    box, handled = inbox(), message()
+    await shop.client.set(shop.key("count"), 2**63 - 1)
+
+    async def handle(received: Message) -> Sequence[Message]:
+        await current_pipeline(shop.client).incrby(shop.key("effect"), 1)
+        await current_pipeline(shop.client).incrby(shop.key("count"), 1)
+        return []
+
+    hand = handled_by(shop, box, handle)
+    first, second = await hand.deliver(handled), await hand.deliver(handled)
+
+    assert isinstance(first, Retry)
+    assert isinstance(second, Dead)
+    assert [type(error) for error in hand.errors] == [PartlyAppliedError, QuarantinedError]
+    assert "overflow" in second.error
+    assert [type(event) for event in shop.heard] == [events.PartlyApplied]
+    assert (hand.calls, await mark(shop, box, handled)) == (1, "partial")
+    assert await shop.client.ttl(box.key(shop.tag, handled)) == -1
+    with pytest.raises(QuarantinedError):
+        async with shop.transactions.begin() as transaction:
+            await box.has(transaction, handled)
+
+
+async def ended(shop: Shop, hand: Hand, handled: Message) -> tuple[int, int]:
+    """Have a message delivered until it is acknowledged; return how often it took effect, and count all events."""
+
+    async def is_acked() -> bool:
+        return await hand.deliver(handled) == Delivered()
+
+    await until(is_acked, "the acknowledgement")
+    return int(await shop.client.get(shop.key(str(handled.id))) or 0), (await shop.store().stats()).pending
+
+
+def writing(shop: Shop) -> Callable[[Message], Any]:
+    """Return a handler whose effect tells for which message it was, and which leads to an event."""
+
+    async def handle(received: Message) -> Sequence[Message]:
+        await current_pipeline(shop.client).incrby(shop.key(str(received.id)), 1)
+        return [Message(topic="events", type="stock.reserved", payload=b"{}")]
+
+    return handle
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("moment", ["waiting", "answered"])
+async def test_a_handling_that_is_cancelled_anywhere_takes_effect_once_in_the_end(
+    shop: Shop,
+    mode: Any,  # noqa: ANN401
+    moment: Moment,
+) -> None:
+    """S0-16, S0-21, S0-22, S0-30: at each of its awaits; the redelivery finds all of it or nothing, and is acked."""
+    hand = handled_by(shop, inbox(lease=SHORT), writing(shop), shop.also(shop.client, mode=mode))
+    count = 0
+
+    for cut in cuts(moment=moment):
+        count += 1
+        handled = message()
+        await cut.run(cast("Coroutine[Any, Any, Any]", hand.chain(handled)))
+
+        assert await ended(shop, hand, handled) == (1, count), cut
+    assert count > 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_handling_that_loses_its_connections_anywhere_takes_effect_once_in_the_end(
+    shop: Shop,
+    mode: Any,  # noqa: ANN401
+) -> None:
+    """S0-30, S0-36: all connections are reset at each of its awaits, which says nothing of what the server did."""
+    async with through_proxy(shop) as (proxy, client):
+        box = inbox(lease=SHORT)
+        shaky = handled_by(shop, box, writing(shop), shop.also(client, mode=mode))
+        hand = handled_by(shop, box, writing(shop))
+        count = 0
+        for cut in cuts(fault=proxy.cut):
+            count += 1
+            handled = message()
+            with suppress(StoreUnavailableError, CommitUnknownError):
+                await cut.run(cast("Coroutine[Any, Any, Any]", shaky.chain(handled)))
+
+            assert await ended(shop, hand, handled) == (1, count), cut
+    assert count > 2
+
+
+# -- the whole stack --------------------------------------------------------------------------------------------
+
+
+async def nothing(received: Message) -> Sequence[Message]:
+    return []
+
+
+async def failing(received: Message) -> Sequence[Message]:
+    raise ZeroDivisionError
+
+
+def counting(shop: Shop) -> Callable[[Message], Any]:
+    async def handle(received: Message) -> Sequence[Message]:
+        await current_pipeline(shop.client).incrby(shop.key("effect"), 1)
+        return []
+
+    return handle
+
+
+class Hand:
+    """A consumer whose deliveries are made by hand, and what it said of them."""
+
+    def __init__(self, work: Callable[[Message], Any], *middlewares: Middleware) -> None:
+        self.calls = 0
+        self.heard: list[events.Event] = []
+        self.errors: list[Exception] = []
+        self.trace: list[str] = []
+        router = Router()
+        self._work = work
+
+        @router.on("order.placed")
+        async def handle(received: Message) -> Sequence[Message]:
+            self.calls += 1
+            outputs: Sequence[Message] = await self._work(received)
+            return outputs
+
+        async def watch(received: Message, call_next: Callable[[Message], Any]) -> Sequence[Message]:
+            try:
+                outputs: Sequence[Message] = await call_next(received)
+            except Exception as error:
+                self.errors.append(error)
+                raise
+            return outputs
+
+        subscriber = MemoryBroker().subscribe("orders", group="stock")
+        self._consumer = Consumer(subscriber, router, watch, *middlewares, listener=lambda _: None)
+        self.chain = self._consumer._chain  # noqa: SLF001 -- what handles without an ack
+        router.start()
+
+    async def deliver(self, handled: Message) -> Outcome:
+        """Have a delivery of a message handled, and return what was said of it."""
+        outcomes: list[Outcome] = []
+
+        async def settle(outcome: Outcome) -> None:
+            self.trace.append("ack" if isinstance(outcome, Delivered) else "nack")
+            assert in_transaction() is None
+            outcomes.append(outcome)
+
+        await self._consumer.handle(Delivery(handled, settle))
+        [outcome] = outcomes
+        return outcome
+
+
+def handled_by(
+    shop: Shop, box: Inbox, work: Callable[[Message], Any], transactions: RedisTransactions | None = None
+) -> Hand:
+    heard: list[events.Event] = []
+    hand = Hand(
+        work,
+        TransactionMiddleware(transactions or shop.transactions),
+        InboxMiddleware(box, listener=heard.append),
+        OutboxMiddleware(Outbox(namespace=shop.tag)),
+    )
+    hand.heard = heard
+    return hand
+
+
+async def test_a_busy_message_is_released_for_the_rest_of_the_lease_and_never_acknowledged(shop: Shop) -> None:
+    """S0-17, reliability 3.2: the broker is told when to bring it again, at the cost of no attempt."""
+    box, handled = inbox(lease=timedelta(seconds=10)), message()
+    hand = handled_by(shop, box, counting(shop))
+
+    async with workers(shop, box) as (worker, _):
+        assert await worker.claim(handled) is not None
+        outcome = await hand.deliver(handled)
+
+    assert isinstance(outcome, Release)
+    assert timedelta(seconds=9) < outcome.delay < timedelta(seconds=13)
+    assert hand.calls == 0
+
+
+async def test_a_handler_that_fails_is_nacked_with_its_own_error(shop: Shop) -> None:
+    """S0-21, S0-37: discard, take the mark away, nack; the error is the handler's."""
+    box, handled = inbox(), message()
+    bad = handled_by(shop, box, failing)
+
+    outcome = await bad.deliver(handled)
+
+    assert isinstance(outcome, Retry)
+    assert [type(error) for error in bad.errors] == [ZeroDivisionError]
+    assert await mark(shop, box, handled) == ""
+    assert await handled_by(shop, box, counting(shop)).deliver(handled) == Delivered()
+
+
+async def test_whoever_was_fenced_starts_again_and_finds_the_message_done(shop: Shop) -> None:
+    """S0-20: the lease ended in the handler and another worker was faster; it is a duplicate then, and acknowledged."""
+    box, handled = inbox(lease=SHORT), message()
+    other = handled_by(shop, box, counting(shop))
+
+    async def handle(received: Message) -> Sequence[Message]:
+        await current_pipeline(shop.client).incrby(shop.key("effect"), 1)
+        await until(has_no_mark(shop, box, handled), "the end of the lease")
+        assert await elsewhere(other.deliver(handled)) == Delivered()
+        return []
+
+    late = handled_by(shop, box, handle)
+    other_trace = await late.deliver(handled)
+
+    assert (other_trace, late.calls, await effects(shop)) == (Delivered(), 1, (1, 0))
+    assert [type(event) for event in late.heard] == [events.DuplicateSkipped]
+
+
+async def test_the_whole_stack_in_one_takes_a_message_from_the_broker_to_the_outbox(shop: Shop) -> None:
+    """S0-09, S0-10, S0-11, S0-15, S0-44, S0-60: handled once, stored together, acknowledged last; then a duplicate."""
+    store, broker, router, heard = (
+        RedisStore(shop.client, namespace=shop.tag),
+        MemoryBroker(),
+        Router(),
+        list[events.Event](),
+    )
+    stack = transactional(store, consumer="stock", listener=heard.append)
+    placed = message()
+
+    @router.on("order.placed")
+    async def reserve(received: Message) -> list[Message]:
+        await current_pipeline(shop.client).hincrby(shop.key("stock"), "apples", -1)
+        return [Message(topic="events", type="stock.reserved", payload=b"{}")]
+
+    consumer = Consumer(broker.subscribe("orders", group="stock"), router, stack, listener=heard.append)
+    running = asyncio.create_task(consumer.run())
+    for _ in range(2):
+        await broker.publish([placed])
+        await until(lambda: broker.backlog("stock") == 0, "the acknowledgement")
+    await consumer.stop()
+    await running
+
+    assert await shop.client.hget(shop.key("stock"), "apples") == b"-1"
+    assert [found.type for found in await shop.published()] == ["stock.reserved"]
+    assert sum(isinstance(event, events.DuplicateSkipped) for event in heard) == 1
+
+
+async def test_a_message_that_fails_too_often_is_a_dead_letter_beside_the_inbox_once(shop: Shop) -> None:
+    """S0-21: kept with its error, once for each consumer and message, and acknowledged then."""
+    store, handled = RedisStore(shop.client, namespace=shop.tag), message(tenant_id=TENANT)
+    stack = transactional(store, consumer="stock", max_attempts=1, listener=lambda _: None)
+    box = store.inbox("stock", mode="pessimistic", retention=timedelta(days=1), redelivery_horizon=None)
+
+    outcome = await Hand(failing, stack).deliver(handled)
+    await StoredDeadLetters(box, shop.transactions).bury(handled, "again")
+    letters = await shop.client.hgetall(box.dead_letters(shop.tag))
+
+    assert outcome == Delivered()
+    body, error = letters.pop(f"stock:{handled.id}:{TENANT}".encode()), letters.popitem()[1]
+    assert (body, letters) == (packed(handled), {})
+    assert b"ZeroDivisionError" in error
+
+
+async def test_a_message_in_quarantine_is_a_dead_letter(shop: Shop) -> None:
+    """S0-30: reliability 3.2: it is put where somebody will find it, however few attempts it has had."""
+    store, handled = RedisStore(shop.client, namespace=shop.tag), message()
+    box = store.inbox("stock", mode="pessimistic", retention=timedelta(days=1), redelivery_horizon=None)
+    await shop.client.set(box.key(shop.tag, handled), f"partial:{uuid4().hex} 1 of 2 applied: ERR")
+    stack = transactional(store, consumer="stock", listener=lambda _: None)
+    hand = Hand(nothing, stack)
+
+    outcome = await hand.deliver(handled)
+
+    assert (outcome, hand.calls) == (Delivered(), 0)
+    assert await shop.client.hlen(box.dead_letters(shop.tag)) == 2
+
+
+async def test_the_client_alone_is_enough_for_the_middlewares(valkey_server: ValkeyClient) -> None:
+    """S0-31: `TransactionMiddleware(client)`, with the tag that there is by default."""
+    client = connect(valkey_server.dsn)
+    box, handled, key = inbox(), message(), f"effect-{uuid4().hex}"
+
+    async def handle(received: Message) -> Sequence[Message]:
+        await current_pipeline(client).incrby(key, 1)
+        return []
+
+    hand = Hand(handle, TransactionMiddleware(client), InboxMiddleware(box, listener=lambda _: None))
+    outcomes = [await hand.deliver(handled), await hand.deliver(handled)]
+
+    assert outcomes == [Delivered(), Delivered()]
+    assert (await client.get(key), hand.calls) == (b"1", 1)
+    await client.aclose()

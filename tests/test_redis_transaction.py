@@ -1,0 +1,848 @@
+"""Transactions in Redis: recorded while a handler runs, applied whole at its end, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import traceback
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import pytest
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from postroom import Message, Outbox, events
+from postroom.errors import (
+    CommandRefusedError,
+    CommitRefusedError,
+    CommitUnknownError,
+    ConfigurationError,
+    MessageError,
+    NoTransactionError,
+    PartlyAppliedError,
+    StoreAuthenticationError,
+    StoreContentionError,
+    StoreError,
+    StoreUnavailableError,
+    TransactionClosedError,
+)
+from postroom.middleware import OutboxMiddleware, TransactionMiddleware
+from postroom.middleware.chain import Middleware, chained
+from postroom.store import ClaimTerms
+from postroom.stores.redis import RedisStore, RedisTransactions, current_pipeline
+from postroom.stores.redis.commands import READS, slot_of
+from postroom.testing.clients import ValkeyClient
+from postroom.testing.faults import FaultProxy
+from postroom.testing.programs import ServerError
+from postroom.testing.servers import ValkeyServer
+from postroom.testing.waiting import until
+from postroom.transaction import transactions_of
+
+MODES = ("guarded", "multi")
+
+
+def connect(url: str, **options: Any) -> Any:  # noqa: ANN401
+    """Return a client that repeats nothing, and leaves deadlines to us, as one that a store makes of a URL."""
+    return redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=None, **options)
+
+
+class Shop:
+    """Keys of one test on a server, transactions on them, and what became of them."""
+
+    def __init__(self, url: str, **options: Any) -> None:  # noqa: ANN401
+        self.url = url
+        self.client = connect(url)
+        self.tag = f"shop-{uuid4().hex}"
+        self.heard: list[events.Event] = []
+        self.transactions = self.also(self.client, **options)
+
+    def also(self, client: Any, **options: Any) -> RedisTransactions:  # noqa: ANN401
+        """Return transactions of another process, so to say."""
+        return RedisTransactions(client, tag=self.tag, listener=self.heard.append, **options)
+
+    def key(self, name: str) -> str:
+        return self.transactions.key(name)
+
+    async def keys(self) -> set[str]:
+        """Return what there is, marks of commits apart."""
+        found = [key.decode() async for key in self.client.scan_iter(f"*{{{self.tag}}}*", count=1000)]
+        return {key for key in found if ":commit:" not in key}
+
+    def store(self) -> RedisStore:
+        return RedisStore(self.client, namespace=self.tag)
+
+    async def published(self) -> list[Message]:
+        """Return what the outbox holds, in its order."""
+        terms = ClaimTerms(worker=uuid4(), lease=timedelta(seconds=60))
+        return [claim.message for claim in await self.store().claim(100, terms)]
+
+
+@asynccontextmanager
+async def shop_on(url: str, **options: Any) -> AsyncGenerator[Shop]:  # noqa: ANN401
+    shop = Shop(url, **options)
+    try:
+        yield shop
+    finally:
+        await shop.client.aclose()
+
+
+@pytest.fixture
+async def shop(valkey_server: ValkeyClient) -> AsyncGenerator[Shop]:
+    """Keys that are this test's own."""
+    async with shop_on(valkey_server.dsn) as shop:
+        yield shop
+
+
+@asynccontextmanager
+async def through_proxy(shop: Shop) -> AsyncGenerator[tuple[FaultProxy, Any]]:
+    """Give a client whose network fails on request."""
+    port = urlsplit(shop.url).port or 6379
+    async with FaultProxy("127.0.0.1", port) as proxy:
+        client = connect(f"redis://127.0.0.1:{proxy.port}/0")
+        try:
+            yield proxy, client
+        finally:
+            with suppress(OSError, redis.exceptions.RedisError):
+                await client.aclose()
+
+
+def message(**parts: Any) -> Message:  # noqa: ANN401
+    return Message(topic="orders", payload=b"{}", **parts)
+
+
+# -- recording -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_commands_are_queued_until_the_end_and_applied_together_then(shop: Shop, mode: Any) -> None:  # noqa: ANN401
+    """S0-01, S0-07, S0-12, S0-26, S0-59: nothing is sent while the block runs, and everything when it ends."""
+    transactions = shop.also(shop.client, mode=mode)
+
+    async with transactions.begin() as transaction:
+        answer = await transaction.connection.hset(shop.key("stock"), mapping={"apples": 3})
+        transaction.connection.incrby(shop.key("orders"), 2)  # not awaited, and recorded all the same
+        before = await shop.keys()
+
+    assert (answer, before) == (None, set())
+    assert await shop.client.hgetall(shop.key("stock")) == {b"apples": b"3"}
+    assert await shop.client.get(shop.key("orders")) == b"2"
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_block_that_fails_applies_nothing(shop: Shop, mode: Any) -> None:  # noqa: ANN401
+    """S0-21, S0-27: what was recorded is forgotten, and the error is the handler's own."""
+    transactions = shop.also(shop.client, mode=mode)
+
+    with pytest.raises(ZeroDivisionError):
+        async with transactions.begin() as transaction:
+            await transaction.connection.set(shop.key("stock"), "1")
+            raise ZeroDivisionError
+
+    assert await shop.keys() == set()
+
+
+class Stock:
+    """An adapter as an application writes it: one way to say it, with a transaction and without."""
+
+    def __init__(self, client: Any, key: str) -> None:  # noqa: ANN401
+        self._client = client
+        self._key = key
+
+    async def take(self, product: str, count: int) -> None:
+        await current_pipeline(self._client).hincrby(self._key, product, -count)
+
+
+async def test_an_adapter_writes_at_once_outside_a_transaction_and_with_the_commit_inside(shop: Shop) -> None:
+    """S0-05, S0-06, S0-14, S0-23, S0-24, S0-28, S0-29, S0-58: the handler knows a port, the adapter a pipeline."""
+    stock = Stock(shop.client, shop.key("stock"))
+    seen: list[bytes | None] = []
+
+    async def handle(handled: Message) -> Sequence[Message]:
+        await stock.take("apples", 2)
+        seen.append(await shop.client.hget(shop.key("stock"), "apples"))
+        return []
+
+    await stock.take("apples", 1)
+    at_once = await shop.client.hget(shop.key("stock"), "apples")
+    await TransactionMiddleware(shop.transactions)(message(), handle)
+
+    assert (at_once, seen) == (b"-1", [b"-1"])
+    assert await shop.client.hget(shop.key("stock"), "apples") == b"-3"
+
+
+async def test_outside_a_transaction_an_adapter_hears_of_errors_at_once(shop: Shop) -> None:
+    """S0-58: the client itself answers there."""
+    await shop.client.set(shop.key("stock"), "text")
+
+    with pytest.raises(redis.exceptions.ResponseError, match="WRONGTYPE"):
+        await Stock(shop.client, shop.key("stock")).take("apples", 1)
+
+
+def test_the_recorder_has_the_commands_of_a_client() -> None:
+    """S0-25: what an adapter calls is there under the same name with the same parameters, with a client and without."""
+    names = "set delete hset hdel hincrby sadd srem zadd zrem rpush lpush incrby decrby expire pexpire xadd eval"
+    from postroom.stores.redis.recorder import Recorder  # noqa: PLC0415
+
+    for name in names.split():
+        ours, theirs = getattr(Recorder, name), getattr(redis.asyncio.Redis, name)
+
+        assert inspect.signature(ours) == inspect.signature(theirs)
+
+
+async def test_a_transaction_is_found_for_a_client_and_is_the_same_for_the_same(shop: Shop) -> None:
+    """S0-31: a client is all that the middleware needs; nested handlers find the transaction of their client."""
+    found = transactions_of(shop.client)
+
+    assert isinstance(found, RedisTransactions)
+    assert transactions_of(shop.client) is found
+    assert transactions_of(shop.transactions) is shop.transactions
+    assert transactions_of(connect(shop.url)) is not found
+
+
+async def test_a_client_that_repeats_commands_is_refused(shop: Shop) -> None:
+    """S0-30: what is sent twice by the library may be applied twice."""
+    with pytest.raises(ConfigurationError, match="repeats"):
+        RedisTransactions(redis.asyncio.Redis.from_url(shop.url, retry=Retry(NoBackoff(), 3)))
+
+
+async def test_a_mode_that_there_is_not_is_refused(shop: Shop) -> None:
+    with pytest.raises(ConfigurationError, match="guarded"):
+        shop.also(shop.client, mode="fast")
+
+
+@pytest.mark.parametrize("command", ["get", "hget", "exists", "smembers", "zscore", "lrange", "ttl"])
+async def test_reading_inside_a_transaction_says_why_not_and_how(shop: Shop, command: str) -> None:
+    """S0-07: an answer would come only after the end, so it is an error that names what to do instead."""
+    arguments = {"hget": ("field",), "zscore": ("member",), "lrange": (0, -1)}.get(command, ())
+
+    async with shop.transactions.begin() as transaction:
+        with pytest.raises(CommandRefusedError, match=r"read with your own client before.*mode='multi'") as caught:
+            getattr(transaction.connection, command)(shop.key("stock"), *arguments)
+
+    assert caught.value.command in READS
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("FLUSHALL",),
+        ("LPOP", "k"),
+        ("GETDEL", "k"),
+        ("SET", "k", "v", "GET"),
+        ("SET", "k", "v", "EX", "0"),
+        ("SET", "k", "v", "EXAT", "1"),
+        ("SET", "k"),
+        ("EXPIRE", "k", "soon"),
+        ("EXPIRE", "k", 10**18),
+        ("PEXPIRE", "k", "1", "NX"),
+        ("HSET", "k", "odd"),
+        ("HINCRBY", "k", "f", "1.5"),
+        ("INCRBY", "k", 2**63),
+        ("DECRBY", "k", -(2**63)),
+        ("ZADD", "k", "nan", "m"),
+        ("ZADD", "k", "high", "m"),
+        ("ZADD", "k", "GT", "1", "m"),
+        ("ZADD", "k"),
+        ("XADD", "k", "1-1", "f", "v"),
+        ("XADD", "k", "MAXLEN", "~", "*", "f", "v"),
+        ("XADD", "k", "*", "f"),
+        ("SADD", "k"),
+        ("DEL",),
+        ("PERSIST", "k", "k"),
+        ("EVAL", "return 1", 0),
+        ("RPUSH", "k", *range(5000)),
+    ],
+    ids=lambda words: " ".join(map(str, words))[:30],
+)
+async def test_what_could_fail_half_way_is_refused_before_it_is_sent(shop: Shop, words: tuple[Any, ...]) -> None:
+    """S0-30: syntax, arity, unknown commands; a handler that catches the error is not applied without its command."""
+    with pytest.raises(CommandRefusedError):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.set(shop.key("other"), "1")
+            with suppress(CommandRefusedError):
+                transaction.connection.execute_command(*words)
+
+    assert await shop.keys() == set()
+
+
+async def test_every_command_of_the_list_is_applied_as_the_client_would(shop: Shop) -> None:
+    """S0-25: the same calls on a client and in a transaction leave the same data."""
+
+    async def write(pipeline: Any, start: str) -> None:  # noqa: ANN401
+        key = f"{shop.key(start)}:"
+        await pipeline.set(key + "text", "a", ex=100)
+        await pipeline.set(key + "text", "b", nx=True)
+        await pipeline.append(key + "text", "c")
+        await pipeline.set(key + "kept", "d", xx=True)
+        await pipeline.execute_command("SETNX", key + "once", "e")
+        await pipeline.execute_command("SETEX", key + "brief", 100, "f")
+        await pipeline.execute_command("PSETEX", key + "briefer", 100_000, "f")
+        await pipeline.incr(key + "count")
+        await pipeline.decr(key + "count", 5)
+        await pipeline.hset(key + "hash", mapping={"a": "1", "b": b"\xff", "c": 1.5})
+        await pipeline.hincrby(key + "hash", "a", 4)
+        await pipeline.hsetnx(key + "hash", "a", "7")
+        await pipeline.hdel(key + "hash", "b")
+        await pipeline.sadd(key + "set", "x", "y")
+        await pipeline.srem(key + "set", "y")
+        await pipeline.zadd(key + "zset", {"m": 1, "n": 2.5, "o": float("inf")})
+        await pipeline.zrem(key + "zset", "m")
+        await pipeline.rpush(key + "list", 1, 2)
+        await pipeline.lpush(key + "list", 0)
+        await pipeline.xadd(key + "stream", {"f": "v"}, maxlen=10)
+        await pipeline.expire(key + "hash", timedelta(seconds=50))
+        await pipeline.pexpire(key + "set", 50_000)
+        await pipeline.expireat(key + "zset", 4_000_000_000)
+        await pipeline.pexpireat(key + "list", 4_000_000_000_000)
+        await pipeline.persist(key + "brief")
+        await pipeline.set(key + "gone", 1)
+        await pipeline.delete(key + "gone")
+        await pipeline.hset(key + "gone", "now", "a hash")
+        await pipeline.unlink(key + "count", key + "nothing")
+
+    await write(shop.client, "direct")
+    async with shop.transactions.begin() as transaction:
+        await write(transaction.connection, "queued")
+
+    direct = sorted(key for key in await shop.keys() if "direct" in key)
+    assert len(direct) == 10
+    for key in direct:
+        twin = key.replace("direct", "queued")
+        if key.endswith("stream"):
+            assert [fields for _, fields in await shop.client.xrange(twin)] == [{b"f": b"v"}]
+        else:
+            assert await shop.client.dump(twin) == await shop.client.dump(key), key
+        assert abs(await shop.client.ttl(twin) - await shop.client.ttl(key)) <= 1
+
+
+async def test_nothing_can_be_recorded_after_the_end(shop: Shop) -> None:
+    """S0-12: a task that outlives its handler must not write alone."""
+    async with shop.transactions.begin() as transaction:
+        recorder = transaction.connection
+
+    with pytest.raises(TransactionClosedError):
+        await recorder.set(shop.key("stock"), "1")
+
+
+async def test_what_fails_in_a_savepoint_is_forgotten_alone(shop: Shop) -> None:
+    async with shop.transactions.begin() as transaction:
+        await transaction.connection.set(shop.key("kept"), "1")
+        with suppress(ZeroDivisionError):
+            async with shop.transactions.savepoint(transaction):
+                await transaction.connection.set(shop.key("undone"), "1")
+                raise ZeroDivisionError
+
+    assert await shop.keys() == {shop.key("kept")}
+
+
+async def test_a_transaction_holds_a_thousand_commands_and_no_more(shop: Shop) -> None:
+    """S0-01: a script holds everybody up, so it is short."""
+    async with shop.transactions.begin() as transaction:
+        for number in range(1000):
+            transaction.connection.rpush(shop.key("list"), number)
+    with pytest.raises(CommandRefusedError, match="1,000 commands"):
+        async with shop.transactions.begin() as transaction:
+            for number in range(1001):
+                transaction.connection.rpush(shop.key("list"), number)
+    with pytest.raises(CommandRefusedError, match="bytes"):
+        async with shop.transactions.begin() as transaction:
+            transaction.connection.set(shop.key("list"), bytes(1024 * 1024 + 1))
+
+    assert await shop.client.llen(shop.key("list")) == 1000
+
+
+async def test_after_the_commit_and_only_then_is_told_who_wants_to_know(shop: Shop) -> None:
+    rung: list[str] = []
+
+    async with shop.transactions.begin() as transaction:
+        transaction.after_commit(lambda: rung.append("committed"))
+        assert rung == []
+    with suppress(ZeroDivisionError):
+        async with shop.transactions.begin() as transaction:
+            transaction.after_commit(lambda: rung.append("rolled back"))
+            raise ZeroDivisionError
+
+    assert rung == ["committed"]
+
+
+# -- the guarded commit ----------------------------------------------------------------------------------------
+
+
+async def test_a_key_of_the_wrong_type_keeps_everything_from_being_applied(shop: Shop) -> None:
+    """S0-08, S0-30, reliability 3.3: the effect and the event are both missing, instead of one of them."""
+    await shop.client.set(shop.key("stock"), "a text")
+
+    with pytest.raises(CommitRefusedError, match=r"stock' is a string, and HINCRBY needs a hash"):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.sadd(shop.key("orders"), "42")
+            await transaction.connection.hincrby(shop.key("stock"), "apples", -1)
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
+
+    assert await shop.keys() == {shop.key("stock")}
+
+
+async def test_what_is_checked_writes_nothing(shop: Shop) -> None:
+    """S0-30: two outboxes, of which the second cannot be written to; the first is left as it was."""
+    broken = f"{shop.tag}-broken"
+    await shop.client.set(f"postroom_outbox:{{{broken}}}:due", "a text")
+
+    with pytest.raises(CommitRefusedError, match="WRONGTYPE"):
+        async with shop.transactions.begin() as transaction:
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
+            await Outbox(namespace=broken).add(transaction.connection, {}, topic="orders")
+
+    assert await shop.keys() == set()
+
+
+async def test_a_value_that_is_no_number_keeps_everything_from_being_applied(shop: Shop) -> None:
+    """S0-30: INCRBY and HINCRBY of a text, also one that the same transaction writes first."""
+    await shop.client.hset(shop.key("stock"), "apples", "many")
+    await shop.client.set(shop.key("orders"), "007")
+
+    for name, before in (("stock", None), ("orders", None), ("new", "text"), ("new", " 1"), ("new", str(2**63))):
+        with pytest.raises(CommitRefusedError, match="no integer"):
+            async with shop.transactions.begin() as transaction:
+                await transaction.connection.sadd(shop.key("set"), "42")
+                if before is not None:
+                    await transaction.connection.set(shop.key(name), before)
+                if name == "stock":
+                    await transaction.connection.hincrby(shop.key(name), "apples", 1)
+                else:
+                    await transaction.connection.incrby(shop.key(name), 1)
+
+    assert await shop.keys() == {shop.key("stock"), shop.key("orders")}
+
+
+async def test_what_a_transaction_does_itself_is_foreseen(shop: Shop) -> None:
+    """S0-30: a type that changes on the way is neither refused in vain, nor found out too late."""
+    await shop.client.hset(shop.key("a"), "f", "1")
+
+    async with shop.transactions.begin() as transaction:
+        await transaction.connection.delete(shop.key("a"))
+        await transaction.connection.rpush(shop.key("a"), "1")
+        await transaction.connection.set(shop.key("b"), "x")
+        await transaction.connection.set(shop.key("b"), "5")
+        await transaction.connection.incrby(shop.key("b"), 1)
+        await transaction.connection.incrby(shop.key("b"), 1)
+        await transaction.connection.hset(shop.key("c"), "f", "x")
+        await transaction.connection.hdel(shop.key("c"), "f")
+        await transaction.connection.hincrby(shop.key("c"), "f", 1)
+        await transaction.connection.append(shop.key("d"), "1")
+        await transaction.connection.incrby(shop.key("d"), 1)
+    for second in ("hset", "incrby"):
+        with pytest.raises(CommitRefusedError):
+            async with shop.transactions.begin() as transaction:
+                await transaction.connection.rpush(shop.key("e"), "1")
+                getattr(transaction.connection, second)(shop.key("e"), *((1,) if second == "incrby" else ("f", 1)))
+
+    assert await shop.client.lrange(shop.key("a"), 0, -1) == [b"1"]
+    assert (await shop.client.get(shop.key("b")), await shop.client.get(shop.key("d"))) == (b"7", b"2")
+    assert await shop.client.hget(shop.key("c"), "f") == b"1"
+    assert not await shop.client.exists(shop.key("e"))
+
+
+async def test_what_could_not_be_foreseen_is_told_and_publishes_nothing(shop: Shop) -> None:
+    """S0-30, reliability 3.3: an overflow after another command; no event goes out, and somebody is alerted."""
+    await shop.client.set(shop.key("count"), 2**63 - 1)
+
+    with pytest.raises(PartlyAppliedError, match=r"1 of 3 applied: .*overflow") as caught:
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.sadd(shop.key("orders"), "42")
+            await transaction.connection.incrby(shop.key("count"), 1)
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
+
+    assert await shop.client.smembers(shop.key("orders")) == {b"42"}
+    assert await shop.published() == []
+    assert [type(event) for event in shop.heard] == [events.PartlyApplied]
+    assert (await shop.client.get(caught.value.mark)).startswith(b"partial:")
+    assert await shop.client.ttl(caught.value.mark) == -1
+
+
+async def test_the_first_command_may_fail_and_nothing_is_applied(shop: Shop) -> None:
+    """S0-30: there is nothing before it that would have to be undone."""
+    await shop.client.set(shop.key("count"), 2**63 - 1)
+
+    with pytest.raises(CommitRefusedError, match="overflow"):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.incrby(shop.key("count"), 1)
+            await transaction.connection.sadd(shop.key("orders"), "42")
+
+    assert await shop.keys() == {shop.key("count")}
+    assert shop.heard == []
+
+
+async def test_an_outbox_whose_keys_are_something_else_keeps_everything_from_being_applied(shop: Shop) -> None:
+    """S0-30: the keys of the outbox are looked at before the first write as well."""
+    await shop.client.set(f"postroom_outbox:{{{shop.tag}}}:due", "a text")
+
+    with pytest.raises(CommitRefusedError, match="WRONGTYPE"):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.sadd(shop.key("orders"), "42")
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
+
+    assert await shop.keys() == {f"postroom_outbox:{{{shop.tag}}}:due"}
+
+
+async def test_an_outbox_that_refuses_a_topic_keeps_everything_from_being_applied_if_nothing_was_before(
+    shop: Shop,
+) -> None:
+    """S0-30: 65,536 topics are the limit of a namespace, which is known before anything is added."""
+    topics = f"postroom_outbox:{{{shop.tag}}}:topics"
+    for start in range(0, 65_536, 8_192):
+        await shop.client.hset(topics, mapping={f"topic-{n}": n for n in range(start, start + 8_192)})
+
+    with pytest.raises(CommitRefusedError, match="65,536 topics"):
+        async with shop.transactions.begin() as transaction:
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="one more")
+    with pytest.raises(PartlyAppliedError, match=r"1 of 2 applied: .*65,536 topics"):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.sadd(shop.key("orders"), "42")
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="one more")
+
+    assert await shop.keys() == {topics, shop.key("orders")}
+
+
+async def test_without_memory_nothing_is_applied(private_valkey: ValkeyServer) -> None:
+    """S0-30, reliability 3.3: the first write is refused, in both modes, and it is the server's fault."""
+    async with shop_on(private_valkey.dsn) as shop:
+        multi = shop.also(shop.client, mode="multi")
+        await shop.client.config_set("maxmemory", "1")
+        for transactions in (shop.transactions, multi):
+            with pytest.raises(StoreUnavailableError, match=r"OOM|memory"):
+                async with transactions.begin() as transaction:
+                    await transaction.connection.sadd(shop.key("orders"), "42")
+                    await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
+        await shop.client.config_set("maxmemory", "0")
+
+        assert await shop.keys() == set()
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.sadd(shop.key("orders"), "42")
+
+
+async def test_a_server_that_has_forgotten_its_scripts_is_told_them_again(shop: Shop) -> None:
+    """S0-30, reliability 3.3: NOSCRIPT after a restart or a failover."""
+    for _ in range(2):
+        await shop.client.script_flush()
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.incrby(shop.key("count"), 1)
+
+    assert await shop.client.get(shop.key("count")) == b"2"
+
+
+async def test_a_user_who_may_not_call_a_command_applies_nothing(private_valkey: ValkeyServer) -> None:
+    """S0-30, reliability 3.3: permissions are looked at before the first write; without EVAL, that is said."""
+    async with shop_on(private_valkey.dsn) as shop:
+        await shop.client.execute_command("ACL", "SETUSER", "clerk", "on", ">pw", "~*", "&*", "+@all", "-hset")
+        await shop.client.execute_command("ACL", "SETUSER", "guest", "on", ">pw", "~*", "&*", "+@all", "-@scripting")
+        clerk, guest = (connect(shop.url, username=name, password="pw") for name in ("clerk", "guest"))  # noqa: S106
+        with pytest.raises(CommitRefusedError, match="may not call HSET"):
+            async with shop.also(clerk).begin() as transaction:
+                await transaction.connection.sadd(shop.key("orders"), "42")
+                await transaction.connection.hset(shop.key("stock"), "apples", "1")
+        with pytest.raises(CommitRefusedError, match="may not call HSET"):
+            async with shop.also(clerk).begin() as transaction:
+                await transaction.connection.sadd(shop.key("orders"), "42")
+                await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
+        with pytest.raises(StoreAuthenticationError, match=r"NOPERM|permission"):
+            async with shop.also(guest).begin() as transaction:
+                await transaction.connection.sadd(shop.key("orders"), "42")
+
+        assert await shop.keys() == set()
+        await clerk.aclose()
+        await guest.aclose()
+
+
+# -- lost replies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_commit_whose_reply_is_lost_is_applied_once(shop: Shop, mode: Any) -> None:  # noqa: ANN401
+    """S0-30, reliability 3.3: it is asked again, or looked at, instead of done again."""
+    async with through_proxy(shop) as (proxy, client):
+        transactions = shop.also(client, mode=mode)
+        async with transactions.begin() as transaction:
+            await transaction.connection.incrby(shop.key("warm"), 1)
+
+        async with transactions.begin() as transaction:
+            await transaction.connection.incrby(shop.key("count"), 1)
+            proxy.drop_reply(b"INCRBY")
+
+    assert proxy.dropped == 1
+    assert await shop.client.get(shop.key("count")) == b"1"
+
+
+async def test_a_commit_that_was_lost_on_its_way_is_sent_again(shop: Shop) -> None:
+    """S0-30: a connection that is reset costs neither the handler nor the message anything."""
+    async with through_proxy(shop) as (proxy, client):
+        transactions = shop.also(client)
+        async with transactions.begin() as transaction:
+            await transaction.connection.incrby(shop.key("warm"), 1)
+
+        async def commit() -> None:
+            async with transactions.begin() as transaction:
+                await transaction.connection.incrby(shop.key("count"), 1)
+                proxy.black_hole("requests")
+                asyncio.get_running_loop().call_later(0.1, reset)
+
+        def reset() -> None:
+            proxy.cut()  # what was held back is gone
+            proxy.heal()
+
+        await commit()
+
+    assert await shop.client.get(shop.key("count")) == b"1"
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_commit_that_never_arrived_is_known_not_to_be_applied(shop: Shop, mode: Any) -> None:  # noqa: ANN401
+    """S0-30: requests are lost until the server is asked what became of it, and that answer ends the matter."""
+    async with through_proxy(shop) as (proxy, client):
+        transactions = shop.also(client, mode=mode, timeout=timedelta(milliseconds=200))
+        async with transactions.begin() as transaction:
+            await transaction.connection.incrby(shop.key("warm"), 1)
+        with pytest.raises(CommitUnknownError) as caught:
+            async with transactions.begin() as transaction:
+                await transaction.connection.incrby(shop.key("count"), 1)
+                proxy.black_hole("requests")
+        unknown = caught.value
+        unknown.witness = transaction.witness
+        proxy.heal()
+
+        was_applied = await unknown.resolve()
+
+        # What was held back reached the server after all: applied if it came before the question, and never later.
+        assert was_applied == (await shop.client.get(shop.key("count")) == b"1")
+        assert await shop.client.get(shop.key("count")) in {None, b"1"}
+
+
+async def test_a_server_that_is_gone_leaves_it_unknown_until_it_is_back(private_valkey: ValkeyServer) -> None:
+    """S0-30: unknown is an error of its own, and resolve() tells."""
+    async with shop_on(private_valkey.dsn, timeout=timedelta(seconds=1)) as shop:
+        with pytest.raises(CommitUnknownError) as caught:
+            async with shop.transactions.begin() as transaction:
+                await transaction.connection.incrby(shop.key("count"), 1)
+                private_valkey.kill9()
+        unknown = caught.value
+        unknown.witness = transaction.witness
+        private_valkey.start()
+
+        assert await unknown.resolve() is False
+        assert await shop.keys() == set()
+
+
+async def test_a_commit_that_is_cancelled_is_given_up(shop: Shop) -> None:
+    """S0-30: what might still be on its way when nobody waits for it any more is refused from then on."""
+    async with through_proxy(shop) as (proxy, client):
+        transactions, is_committing = shop.also(client), asyncio.Event()
+
+        async def work() -> None:
+            async with transactions.begin() as transaction:
+                await transaction.connection.incrby(shop.key("count"), 1)
+                proxy.black_hole("requests")
+                is_committing.set()
+
+        task = asyncio.create_task(work())
+        await is_committing.wait()
+        await until(lambda: proxy.open > 0, "the connection on which it is sent")
+        task.cancel()
+        proxy.cut()
+        proxy.heal()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    marks = [key async for key in shop.client.scan_iter(f"*{{{shop.tag}}}:commit:*", count=1000)]
+    assert [(await shop.client.get(key))[:5] for key in marks] == [b"void:"]
+    assert await shop.client.get(shop.key("count")) is None
+
+
+# -- MULTI and EXEC --------------------------------------------------------------------------------------------
+
+
+async def test_multi_takes_any_command_and_reads_what_it_watches(shop: Shop) -> None:
+    """S0-20: a handler that must read watches first; the commit is refused if that has changed."""
+    transactions = shop.also(shop.client, mode="multi")
+    await shop.client.set(shop.key("stock"), "5")
+
+    async with transactions.begin() as transaction:
+        pipeline = transaction.connection
+        with pytest.raises(CommandRefusedError, match="watch"):
+            pipeline.get(shop.key("stock"))
+        await pipeline.watch(shop.key("stock"))
+        left = int(await pipeline.get(shop.key("stock")))
+        await pipeline.execute_command("GETSET", shop.key("stock"), left - 1)
+    with pytest.raises(StoreContentionError, match="changed"):
+        async with transactions.begin() as transaction:
+            await transaction.connection.watch(shop.key("stock"))
+            await transaction.connection.set(shop.key("stock"), "0")
+            await shop.client.incr(shop.key("stock"))
+
+    assert await shop.client.get(shop.key("stock")) == b"5"
+
+
+async def test_multi_looks_at_every_reply(shop: Shop) -> None:
+    """S0-08, S0-30, D3: WRONGTYPE in the middle does not stop the others there, so it is partly applied, and told."""
+    transactions = shop.also(shop.client, mode="multi")
+    await shop.client.set(shop.key("stock"), "a text")
+
+    with pytest.raises(PartlyAppliedError, match=r"2 of 3 applied: .*WRONGTYPE") as caught:
+        async with transactions.begin() as transaction:
+            await transaction.connection.sadd(shop.key("orders"), "42")
+            await transaction.connection.hincrby(shop.key("stock"), "apples", -1)
+
+    assert await shop.client.smembers(shop.key("orders")) == {b"42"}
+    assert [type(event) for event in shop.heard] == [events.PartlyApplied]
+    assert (await shop.client.get(caught.value.mark)).startswith(b"partial:")
+
+
+async def test_multi_with_a_syntax_error_applies_nothing(shop: Shop) -> None:
+    """S0-30, reliability 3.3: EXECABORT."""
+    transactions = shop.also(shop.client, mode="multi")
+
+    with pytest.raises(CommitRefusedError, match="wrong number of arguments") as caught:
+        async with transactions.begin() as transaction:
+            await transaction.connection.sadd(shop.key("orders"), "42")
+            await transaction.connection.execute_command("HSET", shop.key("stock"), "secret")
+
+    assert await shop.keys() == set()
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+# -- the outbox ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_a_handler_returns_is_in_the_outbox_with_its_effect(shop: Shop, mode: Any) -> None:  # noqa: ANN401
+    """S0-03, S0-13, S0-43, S0-44, S0-47, S0-59: one commit, outputs swallowed, in order, payloads as they were."""
+    rung: list[str] = []
+    outbox = Outbox(namespace=shop.tag, wake=lambda: rung.append("rung"))
+    payloads = [b"[]", b"null", b"9007199254740993", b"\xff\x00{}"]
+    middlewares: list[Middleware] = [TransactionMiddleware(shop.also(shop.client, mode=mode)), OutboxMiddleware(outbox)]
+    seen: list[set[str]] = []
+
+    async def handle(handled: Message) -> Sequence[Message]:
+        await current_pipeline(shop.client).set(shop.key("stock"), "1")
+        seen.append(await shop.keys())
+        return [Message(topic="events", type="t", payload=payload, key="k") for payload in payloads]
+
+    outputs = await chained(middlewares, handle)(message())
+
+    assert (list(outputs), seen, rung) == ([], [set()], ["rung"])
+    assert await shop.client.get(shop.key("stock")) == b"1"
+    assert [found.payload for found in await shop.published()] == payloads
+
+
+async def test_what_cannot_be_stored_discards_the_whole_transaction(shop: Shop) -> None:
+    """S0-46: an output that is no valid message is an error before anything is sent."""
+    middlewares: list[Middleware] = [
+        TransactionMiddleware(shop.transactions),
+        OutboxMiddleware(Outbox(namespace=shop.tag)),
+    ]
+
+    async def handle(handled: Message) -> Sequence[Message]:
+        await current_pipeline(shop.client).set(shop.key("stock"), "1")
+        return [Message(topic="events", type="t", payload=b"{}"), Message(topic="", type="t", payload=b"{}")]
+
+    with pytest.raises(MessageError):
+        await chained(middlewares, handle)(message())
+
+    assert await shop.keys() == set()
+
+
+async def test_an_outbox_without_a_transaction_says_what_is_missing(shop: Shop) -> None:
+    """S0-45: on the first message, whether it leads to outputs or not."""
+
+    async def handle(handled: Message) -> Sequence[Message]:
+        raise AssertionError
+
+    with pytest.raises(NoTransactionError, match="TransactionMiddleware"):
+        await OutboxMiddleware(Outbox(namespace=shop.tag))(message(), handle)
+
+
+async def test_the_same_message_twice_is_one_in_the_outbox(shop: Shop) -> None:
+    rung: list[str] = []
+    outbox = Outbox(namespace=shop.tag, wake=lambda: rung.append("rung"))
+    added = Message(topic="events", type="t", payload=b"{}")
+
+    for count in range(2):
+        async with shop.transactions.begin() as transaction:
+            await outbox.add(transaction.connection, added)
+            assert len(rung) == count  # whoever is woken finds it
+
+    assert len(rung) == 2
+    assert [found.id for found in await shop.published()] == [added.id]
+
+
+# -- clusters --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "slot"),
+    [("123456789", 12739), ("foo{}{bar}", 8363), ("foo{{bar}}zap", 4015), ("{user1000}.following", 3443)],
+)
+def test_the_slot_of_a_key_is_what_the_cluster_says(key: str, slot: int) -> None:
+    """S0-31: CRC16 of what is between the first braces, if there is anything between them."""
+    assert slot_of(key.encode()) == slot
+
+
+def lonely_node() -> ValkeyServer:
+    """Start a node of a cluster, whose second port may be taken by somebody while it starts."""
+    for attempt in range(5):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with suppress(ServerError) if attempt < 4 else nullcontext():
+            return ValkeyServer(settings={"cluster-enabled": "yes", "cluster-port": str(port)}).start()
+    raise AssertionError
+
+
+async def test_a_cluster_refuses_keys_of_other_slots_before_anything_is_sent() -> None:
+    """S0-31, S0-30: on a cluster of one node, which has all slots, and still asks for one in each transaction."""
+    server = lonely_node()
+    try:
+        node = connect(server.dsn)
+        await node.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+
+        async def is_ready() -> bool:
+            return bool((await node.execute_command("CLUSTER INFO"))["cluster_state"] == "ok")
+
+        await until(is_ready, "the cluster")
+        await node.aclose()
+        url = urlsplit(server.dsn)
+        client: Any = redis.asyncio.RedisCluster(host=url.hostname, port=url.port or 6379, retry=Retry(NoBackoff(), 0))
+        transactions = RedisTransactions(client, tag="shop")
+        with pytest.raises(CommandRefusedError, match="another slot"):
+            async with transactions.begin() as transaction:
+                await transaction.connection.set(transactions.key("stock"), "1")
+                await transaction.connection.set("stock", "1")
+        with pytest.raises(CommandRefusedError, match="another slot"):
+            async with transactions.begin() as transaction:
+                await Outbox(namespace="other").add(transaction.connection, {}, topic="orders")
+        with pytest.raises(ConfigurationError, match="cluster"):
+            RedisTransactions(client, tag="shop", mode="multi")
+        before = await client.exists(transactions.key("stock"))
+
+        async with transactions.begin() as transaction:
+            await transaction.connection.set(transactions.key("stock"), "1")
+            await Outbox(namespace="shop").add(transaction.connection, {}, topic="orders")
+
+        assert (before, await client.get(transactions.key("stock"))) == (0, b"1")
+        await client.aclose()
+    finally:
+        server.stop()
+
+
+async def test_errors_of_the_store_are_ours(shop: Shop) -> None:
+    """S0-36: nothing of the library's comes through."""
+    transactions = shop.also(connect("redis://127.0.0.1:1/0"))
+
+    with pytest.raises(CommitUnknownError) as caught:
+        async with transactions.begin() as transaction:
+            await transaction.connection.set(shop.key("stock"), "1")
+
+    assert isinstance(caught.value.__cause__, StoreError)
