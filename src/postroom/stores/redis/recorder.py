@@ -203,7 +203,7 @@ class WatchingRecorder(Recorder):
         if not self._is_open:
             raise TransactionClosedError
         answer = await self.ask(self.pipeline.watch(*names))
-        self.is_watching = True
+        self.is_watching: bool = True
         return answer
 
     async def ask(self, answer: Awaitable[Foreign]) -> Foreign:
