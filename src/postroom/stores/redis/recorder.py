@@ -187,7 +187,7 @@ class WatchingRecorder(Recorder):
     def __init__(self, client: Client, *, tag: str, slot: int | None) -> None:
         super().__init__(client, tag=tag, slot=slot)
         self.pipeline: Foreign = client.foreign.pipeline(transaction=True)
-        self.is_watching = False
+        self.is_watching: bool = False
 
     def execute_command(self, *words: Foreign, **options: Foreign) -> Awaitable[Foreign]:
         """Record a command, or answer it at once if it reads and something is watched."""
@@ -203,7 +203,7 @@ class WatchingRecorder(Recorder):
         if not self._is_open:
             raise TransactionClosedError
         answer = await self.ask(self.pipeline.watch(*names))
-        self.is_watching: bool = True
+        self.is_watching = True
         return answer
 
     async def ask(self, answer: Awaitable[Foreign]) -> Foreign:
