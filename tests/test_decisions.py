@@ -33,12 +33,20 @@ from postroom.decisions import (
     Stale,
     expiry_id,
 )
-from postroom.errors import ConfigurationError, InvalidDueTimeError, InvalidTicketError, NotInTransactionError
+from postroom.errors import (
+    ConfigurationError,
+    InvalidDueTimeError,
+    InvalidTicketError,
+    NotInTransactionError,
+    StoreContentionError,
+)
 from postroom.stores import MemoryStore
-from postroom.stores.redis import RedisStore
+from postroom.stores.redis import RedisStore, RedisStreamStore
 from postroom.stores.redis.decisions import ticket_keys
 from postroom.stores.redis.keys import Keys
 from postroom.stores.redis.record import unpacked
+from postroom.stores.sql.statement import Result, Statement
+from postroom.stores.sql.writer import SyncWriter
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
@@ -568,6 +576,37 @@ async def test_a_revocation_waits_for_the_decision_that_is_under_way(
     assert await topics(place, decisions) == ([EXPIRED] if is_committed else [REVOKED])
 
 
+@pytest.mark.parametrize("is_endless", [False, True], ids=["once", "for ever"])
+async def test_a_ticket_that_is_forgotten_while_it_is_scheduled_again_is_there_in_the_end(
+    databases: Databases, decisions: Decisions, monkeypatch: pytest.MonkeyPatch, *, is_endless: bool
+) -> None:
+    """S3-22: PostgreSQL locks no row that an INSERT runs into, so it may be gone before it is looked at."""
+    place, namespace = SQLPlace(_library("psycopg"), databases), decisions.outbox.namespace
+    execute = SyncWriter.execute
+
+    def put_back() -> None:
+        columns, values = "namespace, ticket, expires_at, status, ended_at", f"'{namespace}', 't', now(), 'expired', now()"
+        look(databases, "postgres", f"INSERT INTO postroom_outbox_tickets ({columns}) VALUES ({values})")
+
+    def interfered(writer: SyncWriter, connection: Any, statement: Statement) -> Result:  # noqa: ANN401
+        result = execute(writer, connection, statement)
+        if statement.text.startswith("INSERT"):
+            look(databases, "postgres", f"DELETE FROM postroom_outbox_tickets WHERE namespace = '{namespace}'")
+        elif is_endless:
+            put_back()
+        return result
+
+    put_back()
+    monkeypatch.setattr(SyncWriter, "execute", interfered)
+    if is_endless:
+        with pytest.raises(StoreContentionError, match="schedule it again"):
+            await call(place, decisions.schedule, "t", PAST)
+    else:
+        assert await call(place, decisions.schedule, "t", PAST) == Scheduled()
+        monkeypatch.undo()
+        assert await call(place, decisions.find_due) == [Due("t", PAST)]
+
+
 def test_nobody_comes_between_looking_and_writing_on_sqlite(databases: Databases, decisions: Decisions) -> None:
     """S3-27: there a SELECT locks nothing, so whoever wants to look has to write first."""
     one, two = (sqlite3.connect(databases.sqlite, timeout=0) for _ in range(2))
@@ -766,6 +805,33 @@ async def test_a_pipeline_schedules_with_what_else_it_does_and_decides_nothing(
 
     assert (hoped, before, after) == (Scheduled(), [], [Due("t", PAST)])
     assert told == [True, [b"scheduled"]]
+
+
+async def test_the_outbox_of_a_stream_has_no_tickets(valkey_server: ValkeyClient, client: Any) -> None:  # noqa: ANN401
+    """S3-25: their events would be stored where nobody looks for them."""
+    store = RedisStreamStore(valkey_server.dsn, namespace=f"ns-{uuid4().hex}")
+    decisions = Decisions(store.outbox())
+
+    for method, arguments in ((decisions.schedule, ("t", PAST)), (decisions.find_due, ())):
+        with pytest.raises(ConfigurationError, match="use the outbox of a RedisStore"):
+            await awaited(method(client, *arguments))
+
+    await store.close()
+    assert await client.keys(f"*{decisions.outbox.namespace}*") == []
+
+
+@pytest.mark.parametrize("seconds", [10**9, 1_700_000_000, 999_999_999.999])
+async def test_an_end_that_is_a_round_number_is_one_like_all_others(
+    client: Any,  # noqa: ANN401
+    decisions: Decisions,
+    seconds: float,
+) -> None:
+    """S3-22: servers write large round scores in different ways."""
+    moment = datetime.fromtimestamp(seconds, UTC)
+    await decisions.schedule(client, "t", moment)
+
+    assert await decisions.find_due(client) == [Due("t", moment)]
+    assert isinstance(await decisions.decide(client, "t", moment, {}, topic=EXPIRED), Enqueued)
 
 
 async def test_every_decision_wakes_who_delivers_it_and_nothing_else_does(client: Any) -> None:  # noqa: ANN401
