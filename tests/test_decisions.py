@@ -39,6 +39,7 @@ from postroom.errors import (
     InvalidTicketError,
     NotInTransactionError,
     StoreContentionError,
+    StoreError,
 )
 from postroom.stores import MemoryStore
 from postroom.stores.redis import RedisStore, RedisStreamStore
@@ -778,6 +779,108 @@ async def test_an_event_that_cannot_be_stored_leaves_its_ticket_open(client: Any
 
     assert due == [Due("t", PAST)]
     assert isinstance(decided, Enqueued)
+
+
+class Tickets:
+    """Tickets of every kind beside a store that can repair them."""
+
+    def __init__(self, url: str, decisions: Decisions) -> None:
+        self.store = RedisStore(url, namespace=decisions.outbox.namespace)
+        self.known, self.expiries, self.endings = ticket_keys(Keys(decisions.outbox.table, decisions.outbox.namespace))
+
+    async def seen(self, client: Any) -> tuple[Any, ...]:  # noqa: ANN401
+        ended = await client.zrange(self.endings, 0, -1)
+        return await client.hgetall(self.known), await client.zrange(self.expiries, 0, -1, withscores=True), set(ended)
+
+
+@pytest.fixture
+async def tickets(client: Any, valkey_server: ValkeyClient, decisions: Decisions) -> AsyncIterator[Tickets]:  # noqa: ANN401
+    for ticket in ("open", "expired", "revoked", "known", "renewed", "later"):
+        await decisions.schedule(client, ticket, FUTURE if ticket == "later" else PAST)
+    await decisions.decide(client, "expired", PAST, {}, topic=EXPIRED)
+    await decisions.decide(client, "known", PAST, {}, topic=EXPIRED, is_revoked=True)
+    await decisions.cancel(client, "revoked", {}, topic=REVOKED)
+    await decisions.renew(client, "renewed", LATER)
+    tickets = Tickets(valkey_server.dsn, decisions)
+    yield tickets
+    await tickets.store.close()
+
+
+async def test_repair_finds_nothing_to_mend_in_whole_tickets(client: Any, tickets: Tickets) -> None:  # noqa: ANN401
+    """S3-07: whatever became of them."""
+    before = await tickets.seen(client)
+
+    assert await tickets.store.repair(at_once=2) == 0
+    assert await tickets.seen(client) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "count"),
+    [
+        (("DEL", "{endings}"), 3),
+        (("DEL", "{expiries}"), 3),
+        (("ZADD", "{expiries}", "1", "expired", "1", "revoked"), 2),
+        (("ZADD", "{endings}", "1", "open", "1", "later"), 2),
+        (("ZADD", "{expiries}", str(int(LATER.timestamp() * 1000)), "open"), 1),
+        (("HDEL", "{known}", "open", "later"), 2),
+    ],
+    ids=["endings", "expiries", "ended and due", "open and ended", "at another time", "not known"],
+)
+async def test_repair_mends_tickets_that_their_indexes_do_not_agree_with(
+    client: Any,  # noqa: ANN401
+    decisions: Decisions,
+    tickets: Tickets,
+    damage: tuple[str, ...],
+    count: int,
+) -> None:
+    """S3-07: a ticket that nobody finds would never end, and one that is found for ever hides those behind it."""
+    before = await tickets.seen(client)
+    names = {"known": tickets.known, "expiries": tickets.expiries, "endings": tickets.endings}
+    await client.execute_command(*(word.format_map(names) for word in damage))
+
+    mended = await tickets.store.repair(at_once=2)
+
+    assert mended == count
+    assert await tickets.seen(client) == before
+    assert await tickets.store.repair() == 0
+    assert await decisions.find_due(client) == [Due("open", PAST), Due("renewed", LATER)]
+
+
+async def test_repair_leaves_alone_what_it_cannot_read(client: Any, tickets: Tickets) -> None:  # noqa: ANN401
+    """S3-06: and goes on with the others."""
+    await client.hset(tickets.known, mapping={"odd": "?", "endless": "snever", "empty": ""})
+    await client.delete(tickets.expiries)
+
+    assert await tickets.store.repair() == 3
+    assert await client.hmget(tickets.known, "odd", "endless", "empty") == [b"?", b"snever", b""]
+
+
+async def test_repair_looks_through_many_tickets_a_few_at_a_time(
+    client: Any,  # noqa: ANN401
+    decisions: Decisions,
+    tickets: Tickets,
+) -> None:
+    """S3-07: more than a server keeps in one piece, so that every page is a bounded one."""
+    async with client.pipeline(transaction=False) as pipeline:
+        for number in range(700):
+            await decisions.schedule(pipeline, f"t{number}", PAST)
+        await pipeline.execute()
+    await client.delete(tickets.expiries)
+
+    assert await tickets.store.repair(at_once=50) == 703
+    assert await tickets.store.repair(at_once=50) == 0
+
+
+@pytest.mark.parametrize("number", range(3))
+async def test_repair_tells_of_a_key_of_another_type(client: Any, tickets: Tickets, number: int) -> None:  # noqa: ANN401
+    """S3-06: and changes nothing."""
+    names = [tickets.known, tickets.expiries, tickets.endings]
+    await client.set(names[number], "taken")
+
+    with pytest.raises(StoreError, match="is a string"):
+        await tickets.store.repair()
+
+    assert await client.get(names[number]) == b"taken"
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])

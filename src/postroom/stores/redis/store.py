@@ -14,9 +14,11 @@ from ...message import DEFAULT_NAMESPACE
 from ...outbox import Outbox
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
 from .client import Client
+from .decisions import ticket_keys, ticket_script
 from .inbox import RedisInbox
 from .keys import Keys
 from .record import unpacked
+from .scripts import Script, script
 from .transactions import RedisTransactions
 
 __all__ = ["RedisStore"]
@@ -177,13 +179,21 @@ class RedisStore:
         return count
 
     async def repair(self, *, at_once: int = 100) -> int:
-        """Look through all messages, a few at a time, and mend what indexes do not agree with; return how many.
+        """Look through all messages and tickets, a few at a time, and mend what indexes do not agree with.
 
-        A result other than zero says that a script failed half way, and is worth a look at the server's log.
+        Returns how many were mended: other than zero says that a script failed half way, and is worth a look at the
+        server's log.
         """
+        mended = await self._mended(script("repair"), self._keys.all, at_once)
+        for which in ("tickets", "expiries"):
+            keys = [*self._keys.all, *ticket_keys(self._keys)]
+            mended += await self._mended(ticket_script("repair_tickets"), keys, at_once, which)
+        return mended
+
+    async def _mended(self, repair: Script, keys: Sequence[str], at_once: int, *which: str) -> int:
         mended, cursor = 0, b""
         while cursor != b"0":
-            cursor, count = await self._run("repair", cursor or 0, at_once)
+            cursor, count = await self._client.evaluate(repair, keys, *which, cursor or 0, at_once)
             mended += int(count)
             await asyncio.sleep(_PAUSE)
         return mended
