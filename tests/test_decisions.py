@@ -38,6 +38,7 @@ from postroom.errors import (
     InvalidDueTimeError,
     InvalidTicketError,
     NotInTransactionError,
+    SchemaMissingError,
     StoreContentionError,
     StoreError,
 )
@@ -46,17 +47,22 @@ from postroom.stores.redis import RedisStore, RedisStreamStore
 from postroom.stores.redis.decisions import ticket_keys
 from postroom.stores.redis.keys import Keys
 from postroom.stores.redis.record import unpacked
+from postroom.stores.sql.names import Names
 from postroom.stores.sql.statement import Result, Statement
 from postroom.stores.sql.writer import SyncWriter
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
 
+from . import test_schema as schemas
 from . import test_writers as writers
 from .test_inbox import DEADLOCK
+from .test_redis_store import cli
+from .test_schema import Room
 from .test_writers import LIBRARIES, Databases, Library, alchemy, awaited, look
 
 databases = writers.databases
+room = schemas.room
 
 PAST = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = PAST + timedelta(hours=1)
@@ -586,7 +592,10 @@ async def test_a_ticket_that_is_forgotten_while_it_is_scheduled_again_is_there_i
     execute = SyncWriter.execute
 
     def put_back() -> None:
-        columns, values = "namespace, ticket, expires_at, status, ended_at", f"'{namespace}', 't', now(), 'expired', now()"
+        columns, values = (
+            "namespace, ticket, expires_at, status, ended_at",
+            f"'{namespace}', 't', now(), 'expired', now()",
+        )
         look(databases, "postgres", f"INSERT INTO postroom_outbox_tickets ({columns}) VALUES ({values})")
 
     def interfered(writer: SyncWriter, connection: Any, statement: Statement) -> Result:  # noqa: ANN401
@@ -633,6 +642,38 @@ def test_nobody_comes_between_looking_and_writing_on_sqlite(databases: Databases
     assert told == ["database is locked"]
     assert isinstance(decided, Enqueued)
     assert revoked == Expired()
+
+
+async def test_an_outbox_of_the_second_version_gets_tickets_from_the_command_line(
+    room: Room, decisions: Decisions
+) -> None:
+    """S3-22: until then whoever asks for one is told what to do, and the outbox works as before."""
+    texts = [text for text in room.statements(Names())[:-1] if "postroom_outbox_tickets" not in text]
+    room.run(*texts, f"INSERT INTO {room.quote}postroom_outbox_version{room.quote} (version) VALUES (2)")
+    url = room.where if "://" in room.where else f"sqlite:///{room.where}"
+
+    def inside(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        with closing(room.connect()) as connection:
+            connection.cursor().execute("BEGIN")
+            answer = method(connection, *arguments, **options)
+            connection.cursor().execute("COMMIT")
+            return answer
+
+    added = inside(decisions.outbox.add, {}, topic="orders")
+    with pytest.raises(SchemaMissingError, match=r"postroom_outbox_tickets.*postroom schema apply"):
+        inside(decisions.schedule, "t", PAST)
+    before, applied, after = [await cli("schema", word, "--store", url) for word in ("check", "apply", "check")]
+
+    assert (before.returncode, applied.returncode, after.returncode) == (1, 0, 0)
+    assert "version is 2, should be 3" in before.stdout
+    assert "postroom_outbox_tickets" in applied.stdout
+    assert inside(decisions.schedule, "t", PAST) == Scheduled()
+    assert isinstance(inside(decisions.decide, "t", PAST, {}, topic=EXPIRED), Enqueued)
+    rows = room.run("SELECT id, topic FROM postroom_outbox ORDER BY seq")
+    assert [(_uuid(identity), topic) for identity, topic in rows] == [
+        (added.id, "orders"),
+        (expiry_id(decisions.outbox.namespace, "t", PAST), EXPIRED),
+    ]
 
 
 def test_a_session_wakes_the_dispatcher_after_the_commit(databases: Databases) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
@@ -21,7 +22,7 @@ from .record import unpacked
 from .scripts import Script, script
 from .transactions import RedisTransactions
 
-__all__ = ["RedisStore"]
+__all__ = ["Counters", "RedisStore"]
 
 WEEK: Final = timedelta(days=7)
 TIMEOUT: Final = timedelta(seconds=10)
@@ -35,6 +36,21 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 _OUTCOMES: Final = {Delivered: "d", Retry: "r", Dead: "x", Release: "e"}
 #: What a claim of the script consists of.
 _PARTS: Final = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """How often things have happened in a namespace."""
+
+    #: Messages that were stored.
+    added: int
+    #: Messages that were there already when they were added.
+    duplicates: int
+    #: How often a message was made dead.
+    died: int
+    #: What `RedisStore.repair` has mended, and what claims found that belongs to no message: both should be zero.
+    mended: int
+    orphans: int
 
 
 class RedisStore:
@@ -170,6 +186,14 @@ class RedisStore:
             dead=dead,
             oldest_due=int(oldest) * _MICROSECOND if oldest else None,
         )
+
+    async def counters(self) -> Counters:
+        """Tell how often things have happened since the namespace is there, for metrics; they only grow."""
+        names = ("offered", "duplicates", "died", "mended", "orphans")
+        found = await self._client.call(self._client.foreign.hmget(f"{self._keys.prefix}:counters", *names))
+        offered, duplicates, died, mended, orphans = (int(count or 0) for count in found)
+        added = offered - duplicates
+        return Counters(added=added, duplicates=duplicates, died=died, mended=mended, orphans=orphans)
 
     async def redrive(self, *identities: UUID) -> int:
         """Have dead messages tried again from their first attempt on; return how many were dead."""
