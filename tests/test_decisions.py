@@ -33,21 +33,36 @@ from postroom.decisions import (
     Stale,
     expiry_id,
 )
-from postroom.errors import ConfigurationError, InvalidDueTimeError, InvalidTicketError, NotInTransactionError
+from postroom.errors import (
+    ConfigurationError,
+    InvalidDueTimeError,
+    InvalidTicketError,
+    NotInTransactionError,
+    SchemaMissingError,
+    StoreContentionError,
+    StoreError,
+)
 from postroom.stores import MemoryStore
-from postroom.stores.redis import RedisStore
+from postroom.stores.redis import RedisStore, RedisStreamStore
 from postroom.stores.redis.decisions import ticket_keys
 from postroom.stores.redis.keys import Keys
 from postroom.stores.redis.record import unpacked
+from postroom.stores.sql.names import Names
+from postroom.stores.sql.statement import Result, Statement
+from postroom.stores.sql.writer import SyncWriter
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
 
+from . import test_schema as schemas
 from . import test_writers as writers
 from .test_inbox import DEADLOCK
+from .test_redis_store import cli
+from .test_schema import Room
 from .test_writers import LIBRARIES, Databases, Library, alchemy, awaited, look
 
 databases = writers.databases
+room = schemas.room
 
 PAST = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = PAST + timedelta(hours=1)
@@ -568,6 +583,40 @@ async def test_a_revocation_waits_for_the_decision_that_is_under_way(
     assert await topics(place, decisions) == ([EXPIRED] if is_committed else [REVOKED])
 
 
+@pytest.mark.parametrize("is_endless", [False, True], ids=["once", "for ever"])
+async def test_a_ticket_that_is_forgotten_while_it_is_scheduled_again_is_there_in_the_end(
+    databases: Databases, decisions: Decisions, monkeypatch: pytest.MonkeyPatch, *, is_endless: bool
+) -> None:
+    """S3-22: PostgreSQL locks no row that an INSERT runs into, so it may be gone before it is looked at."""
+    place, namespace = SQLPlace(_library("psycopg"), databases), decisions.outbox.namespace
+    execute = SyncWriter.execute
+
+    def put_back() -> None:
+        columns, values = (
+            "namespace, ticket, expires_at, status, ended_at",
+            f"'{namespace}', 't', now(), 'expired', now()",
+        )
+        look(databases, "postgres", f"INSERT INTO postroom_outbox_tickets ({columns}) VALUES ({values})")
+
+    def interfered(writer: SyncWriter, connection: Any, statement: Statement) -> Result:  # noqa: ANN401
+        result = execute(writer, connection, statement)
+        if statement.text.startswith("INSERT"):
+            look(databases, "postgres", f"DELETE FROM postroom_outbox_tickets WHERE namespace = '{namespace}'")
+        elif is_endless:
+            put_back()
+        return result
+
+    put_back()
+    monkeypatch.setattr(SyncWriter, "execute", interfered)
+    if is_endless:
+        with pytest.raises(StoreContentionError, match="schedule it again"):
+            await call(place, decisions.schedule, "t", PAST)
+    else:
+        assert await call(place, decisions.schedule, "t", PAST) == Scheduled()
+        monkeypatch.undo()
+        assert await call(place, decisions.find_due) == [Due("t", PAST)]
+
+
 def test_nobody_comes_between_looking_and_writing_on_sqlite(databases: Databases, decisions: Decisions) -> None:
     """S3-27: there a SELECT locks nothing, so whoever wants to look has to write first."""
     one, two = (sqlite3.connect(databases.sqlite, timeout=0) for _ in range(2))
@@ -593,6 +642,38 @@ def test_nobody_comes_between_looking_and_writing_on_sqlite(databases: Databases
     assert told == ["database is locked"]
     assert isinstance(decided, Enqueued)
     assert revoked == Expired()
+
+
+async def test_an_outbox_of_the_second_version_gets_tickets_from_the_command_line(
+    room: Room, decisions: Decisions
+) -> None:
+    """S3-22: until then whoever asks for one is told what to do, and the outbox works as before."""
+    texts = [text for text in room.statements(Names())[:-1] if "postroom_outbox_tickets" not in text]
+    room.run(*texts, f"INSERT INTO {room.quote}postroom_outbox_version{room.quote} (version) VALUES (2)")
+    url = room.where if "://" in room.where else f"sqlite:///{room.where}"
+
+    def inside(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        with closing(room.connect()) as connection:
+            connection.cursor().execute("BEGIN")
+            answer = method(connection, *arguments, **options)
+            connection.cursor().execute("COMMIT")
+            return answer
+
+    added = inside(decisions.outbox.add, {}, topic="orders")
+    with pytest.raises(SchemaMissingError, match=r"postroom_outbox_tickets.*postroom schema apply"):
+        inside(decisions.schedule, "t", PAST)
+    before, applied, after = [await cli("schema", word, "--store", url) for word in ("check", "apply", "check")]
+
+    assert (before.returncode, applied.returncode, after.returncode) == (1, 0, 0)
+    assert "version is 2, should be 3" in before.stdout
+    assert "postroom_outbox_tickets" in applied.stdout
+    assert inside(decisions.schedule, "t", PAST) == Scheduled()
+    assert isinstance(inside(decisions.decide, "t", PAST, {}, topic=EXPIRED), Enqueued)
+    rows = room.run("SELECT id, topic FROM postroom_outbox ORDER BY seq")
+    assert [(_uuid(identity), topic) for identity, topic in rows] == [
+        (added.id, "orders"),
+        (expiry_id(decisions.outbox.namespace, "t", PAST), EXPIRED),
+    ]
 
 
 def test_a_session_wakes_the_dispatcher_after_the_commit(databases: Databases) -> None:
@@ -741,6 +822,108 @@ async def test_an_event_that_cannot_be_stored_leaves_its_ticket_open(client: Any
     assert isinstance(decided, Enqueued)
 
 
+class Tickets:
+    """Tickets of every kind beside a store that can repair them."""
+
+    def __init__(self, url: str, decisions: Decisions) -> None:
+        self.store = RedisStore(url, namespace=decisions.outbox.namespace)
+        self.known, self.expiries, self.endings = ticket_keys(Keys(decisions.outbox.table, decisions.outbox.namespace))
+
+    async def seen(self, client: Any) -> tuple[Any, ...]:  # noqa: ANN401
+        ended = await client.zrange(self.endings, 0, -1)
+        return await client.hgetall(self.known), await client.zrange(self.expiries, 0, -1, withscores=True), set(ended)
+
+
+@pytest.fixture
+async def tickets(client: Any, valkey_server: ValkeyClient, decisions: Decisions) -> AsyncIterator[Tickets]:  # noqa: ANN401
+    for ticket in ("open", "expired", "revoked", "known", "renewed", "later"):
+        await decisions.schedule(client, ticket, FUTURE if ticket == "later" else PAST)
+    await decisions.decide(client, "expired", PAST, {}, topic=EXPIRED)
+    await decisions.decide(client, "known", PAST, {}, topic=EXPIRED, is_revoked=True)
+    await decisions.cancel(client, "revoked", {}, topic=REVOKED)
+    await decisions.renew(client, "renewed", LATER)
+    tickets = Tickets(valkey_server.dsn, decisions)
+    yield tickets
+    await tickets.store.close()
+
+
+async def test_repair_finds_nothing_to_mend_in_whole_tickets(client: Any, tickets: Tickets) -> None:  # noqa: ANN401
+    """S3-07: whatever became of them."""
+    before = await tickets.seen(client)
+
+    assert await tickets.store.repair(at_once=2) == 0
+    assert await tickets.seen(client) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "count"),
+    [
+        (("DEL", "{endings}"), 3),
+        (("DEL", "{expiries}"), 3),
+        (("ZADD", "{expiries}", "1", "expired", "1", "revoked"), 2),
+        (("ZADD", "{endings}", "1", "open", "1", "later"), 2),
+        (("ZADD", "{expiries}", str(int(LATER.timestamp() * 1000)), "open"), 1),
+        (("HDEL", "{known}", "open", "later"), 2),
+    ],
+    ids=["endings", "expiries", "ended and due", "open and ended", "at another time", "not known"],
+)
+async def test_repair_mends_tickets_that_their_indexes_do_not_agree_with(
+    client: Any,  # noqa: ANN401
+    decisions: Decisions,
+    tickets: Tickets,
+    damage: tuple[str, ...],
+    count: int,
+) -> None:
+    """S3-07: a ticket that nobody finds would never end, and one that is found for ever hides those behind it."""
+    before = await tickets.seen(client)
+    names = {"known": tickets.known, "expiries": tickets.expiries, "endings": tickets.endings}
+    await client.execute_command(*(word.format_map(names) for word in damage))
+
+    mended = await tickets.store.repair(at_once=2)
+
+    assert mended == count
+    assert await tickets.seen(client) == before
+    assert await tickets.store.repair() == 0
+    assert await decisions.find_due(client) == [Due("open", PAST), Due("renewed", LATER)]
+
+
+async def test_repair_leaves_alone_what_it_cannot_read(client: Any, tickets: Tickets) -> None:  # noqa: ANN401
+    """S3-06: and goes on with the others."""
+    await client.hset(tickets.known, mapping={"odd": "?", "endless": "snever", "empty": ""})
+    await client.delete(tickets.expiries)
+
+    assert await tickets.store.repair() == 3
+    assert await client.hmget(tickets.known, "odd", "endless", "empty") == [b"?", b"snever", b""]
+
+
+async def test_repair_looks_through_many_tickets_a_few_at_a_time(
+    client: Any,  # noqa: ANN401
+    decisions: Decisions,
+    tickets: Tickets,
+) -> None:
+    """S3-07: more than a server keeps in one piece, so that every page is a bounded one."""
+    async with client.pipeline(transaction=False) as pipeline:
+        for number in range(700):
+            await decisions.schedule(pipeline, f"t{number}", PAST)
+        await pipeline.execute()
+    await client.delete(tickets.expiries)
+
+    assert await tickets.store.repair(at_once=50) == 703
+    assert await tickets.store.repair(at_once=50) == 0
+
+
+@pytest.mark.parametrize("number", range(3))
+async def test_repair_tells_of_a_key_of_another_type(client: Any, tickets: Tickets, number: int) -> None:  # noqa: ANN401
+    """S3-06: and changes nothing."""
+    names = [tickets.known, tickets.expiries, tickets.endings]
+    await client.set(names[number], "taken")
+
+    with pytest.raises(StoreError, match="is a string"):
+        await tickets.store.repair()
+
+    assert await client.get(names[number]) == b"taken"
+
+
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 async def test_a_pipeline_schedules_with_what_else_it_does_and_decides_nothing(
     valkey_server: ValkeyClient, decisions: Decisions, *, is_async: bool
@@ -766,6 +949,33 @@ async def test_a_pipeline_schedules_with_what_else_it_does_and_decides_nothing(
 
     assert (hoped, before, after) == (Scheduled(), [], [Due("t", PAST)])
     assert told == [True, [b"scheduled"]]
+
+
+async def test_the_outbox_of_a_stream_has_no_tickets(valkey_server: ValkeyClient, client: Any) -> None:  # noqa: ANN401
+    """S3-25: their events would be stored where nobody looks for them."""
+    store = RedisStreamStore(valkey_server.dsn, namespace=f"ns-{uuid4().hex}")
+    decisions = Decisions(store.outbox())
+
+    for method, arguments in ((decisions.schedule, ("t", PAST)), (decisions.find_due, ())):
+        with pytest.raises(ConfigurationError, match="use the outbox of a RedisStore"):
+            await awaited(method(client, *arguments))
+
+    await store.close()
+    assert await client.keys(f"*{decisions.outbox.namespace}*") == []
+
+
+@pytest.mark.parametrize("seconds", [10**9, 1_700_000_000, 999_999_999.999])
+async def test_an_end_that_is_a_round_number_is_one_like_all_others(
+    client: Any,  # noqa: ANN401
+    decisions: Decisions,
+    seconds: float,
+) -> None:
+    """S3-22: servers write large round scores in different ways."""
+    moment = datetime.fromtimestamp(seconds, UTC)
+    await decisions.schedule(client, "t", moment)
+
+    assert await decisions.find_due(client) == [Due("t", moment)]
+    assert isinstance(await decisions.decide(client, "t", moment, {}, topic=EXPIRED), Enqueued)
 
 
 async def test_every_decision_wakes_who_delivers_it_and_nothing_else_does(client: Any) -> None:  # noqa: ANN401

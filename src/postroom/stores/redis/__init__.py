@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from .composition import scripted
 from .inbox import RedisInbox
-from .store import RedisStore
+from .store import Counters, RedisStore
 from .stream import RedisStreamStore
 from .transactions import RedisTransactions, current_pipeline
 
-__all__ = ["RedisInbox", "RedisStore", "RedisStreamStore", "RedisTransactions", "current_pipeline"]
+__all__ = [
+    "Counters",
+    "RedisInbox",
+    "RedisStore",
+    "RedisStreamStore",
+    "RedisTransactions",
+    "current_pipeline",
+    "scripted",
+]

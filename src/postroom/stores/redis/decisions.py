@@ -33,8 +33,9 @@ from ...errors import ConfigurationError
 from ...outbox import Addition, Outbox
 from .keys import Keys
 from .scripts import Script, composed, function, source
+from .stream_outbox import StreamOutbox
 
-__all__ = ["NO_PIPELINE", "Asking", "ask", "ask_async", "asking", "ticket_keys"]
+__all__ = ["NO_PIPELINE", "Asking", "ask", "ask_async", "asking", "ticket_keys", "ticket_script"]
 
 # Clients of the library have no type that names both kinds.
 Foreign = Any
@@ -42,6 +43,7 @@ Foreign = Any
 NO_PIPELINE: Final = (
     "a pipeline tells what a script answers when it is executed, which is too late here; pass the client itself"
 )
+_NO_STREAM: Final = "a stream has no tickets, and their events would not be in it; use the outbox of a RedisStore"
 #: A script holds up everybody else's commands, so none does more than this.
 _AT_ONCE: Final = 500
 _ENDS: Final = {"scheduled": Scheduled(), "revoked": Revoked(), "expired": Expired(), "not due": NotDue()}
@@ -56,11 +58,17 @@ class Asking(NamedTuple):
 
 
 def asking(question: Question, outbox: Outbox, words: Callable[[Addition], Sequence[Any]]) -> Asking:
-    """Return the script that answers a question; ``words`` says how an event is handed to one."""
+    """Return the script that answers a question; ``words`` says how an event is handed to one.
+
+    Raises:
+        ConfigurationError: The outbox is that of a stream.
+    """
+    if isinstance(outbox, StreamOutbox):
+        raise ConfigurationError(_NO_STREAM)
     keys = _keys(outbox.table, outbox.namespace)
     name, arguments = _call(question, keys.channel, words)
     every = [*keys.all, *ticket_keys(keys)]
-    return Asking(question, _script(name), [len(every), *every, *arguments])
+    return Asking(question, ticket_script(name), [len(every), *every, *arguments])
 
 
 def ticket_keys(keys: Keys) -> list[str]:
@@ -69,7 +77,8 @@ def ticket_keys(keys: Keys) -> list[str]:
 
 
 @lru_cache(maxsize=8)
-def _script(name: str) -> Script:
+def ticket_script(name: str) -> Script:
+    """Return a script about tickets by the name of its file; it may store an event."""
     return composed("\n".join((function("enqueue"), source("tickets"), source(name))))
 
 
@@ -136,7 +145,8 @@ def _answered(asking: Asking, outbox: Outbox, told: Foreign) -> object:
         return told
     texts = [item.decode() if isinstance(item, bytes) else item for item in told]
     if isinstance(asking.question, FindDue):
-        ends = [from_milliseconds(int(text)) for text in texts[1::2]]
+        # Round numbers may come with an exponent: how a server writes its scores is up to its version.
+        ends = [from_milliseconds(int(float(text))) for text in texts[1::2]]
         return [Due(ticket, end) for ticket, end in zip(texts[::2], ends, strict=True)]
     return _decided(asking.question, outbox, texts)
 

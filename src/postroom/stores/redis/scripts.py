@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
-__all__ = ["Script", "alone", "calling", "composed", "function", "script", "source"]
+__all__ = ["Script", "alone", "around", "calling", "composed", "function", "script", "source"]
 
 
 class Script(NamedTuple):
@@ -40,10 +40,20 @@ def calling(name: str, *called: str) -> Script:
 
     One more of them is ``check``, which returns an error if a key of a store is not as it should be.
     """
+    return _digested(_functions(*called) + source(name))
+
+
+@lru_cache(maxsize=256)
+def around(text: str) -> Script:
+    """Return a script of the user's own, which may call ``add_messages``."""
+    own = f"local function own(KEYS, ARGV, add_messages)\n{text}\nend\n"
+    return _digested(_functions("enqueue") + own + source("around"))
+
+
+def _functions(*called: str) -> str:
     texts = {"check": source("common"), **{other: script(other).text for other in called}}
     # What a function is given is called as what a script is given, and hides it.
-    functions = [f"local function {other}(KEYS, ARGV)\n{text}\nend\n" for other, text in texts.items()]
-    return _digested("".join(functions) + source(name))
+    return "".join(f"local function {other}(KEYS, ARGV)\n{text}\nend\n" for other, text in texts.items())
 
 
 def _digested(text: str) -> Script:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
@@ -14,12 +15,14 @@ from ...message import DEFAULT_NAMESPACE
 from ...outbox import Outbox
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
 from .client import Client
+from .decisions import ticket_keys, ticket_script
 from .inbox import RedisInbox
 from .keys import Keys
 from .record import unpacked
+from .scripts import Script, script
 from .transactions import RedisTransactions
 
-__all__ = ["RedisStore"]
+__all__ = ["Counters", "RedisStore"]
 
 WEEK: Final = timedelta(days=7)
 TIMEOUT: Final = timedelta(seconds=10)
@@ -33,6 +36,21 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 _OUTCOMES: Final = {Delivered: "d", Retry: "r", Dead: "x", Release: "e"}
 #: What a claim of the script consists of.
 _PARTS: Final = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """How often things have happened in a namespace."""
+
+    #: Messages that were stored.
+    added: int
+    #: Messages that were there already when they were added.
+    duplicates: int
+    #: How often a message was made dead.
+    died: int
+    #: What `RedisStore.repair` has mended, and what claims found that belongs to no message: both should be zero.
+    mended: int
+    orphans: int
 
 
 class RedisStore:
@@ -169,6 +187,14 @@ class RedisStore:
             oldest_due=int(oldest) * _MICROSECOND if oldest else None,
         )
 
+    async def counters(self) -> Counters:
+        """Tell how often things have happened since the namespace is there, for metrics; they only grow."""
+        names = ("offered", "duplicates", "died", "mended", "orphans")
+        found = await self._client.call(self._client.foreign.hmget(f"{self._keys.prefix}:counters", *names))
+        offered, duplicates, died, mended, orphans = (int(count or 0) for count in found)
+        added = offered - duplicates
+        return Counters(added=added, duplicates=duplicates, died=died, mended=mended, orphans=orphans)
+
     async def redrive(self, *identities: UUID) -> int:
         """Have dead messages tried again from their first attempt on; return how many were dead."""
         count = 0
@@ -177,13 +203,21 @@ class RedisStore:
         return count
 
     async def repair(self, *, at_once: int = 100) -> int:
-        """Look through all messages, a few at a time, and mend what indexes do not agree with; return how many.
+        """Look through all messages and tickets, a few at a time, and mend what indexes do not agree with.
 
-        A result other than zero says that a script failed half way, and is worth a look at the server's log.
+        Returns how many were mended: other than zero says that a script failed half way, and is worth a look at the
+        server's log.
         """
+        mended = await self._mended(script("repair"), self._keys.all, at_once)
+        for which in ("tickets", "expiries"):
+            keys = [*self._keys.all, *ticket_keys(self._keys)]
+            mended += await self._mended(ticket_script("repair_tickets"), keys, at_once, which)
+        return mended
+
+    async def _mended(self, repair: Script, keys: Sequence[str], at_once: int, *which: str) -> int:
         mended, cursor = 0, b""
         while cursor != b"0":
-            cursor, count = await self._run("repair", cursor or 0, at_once)
+            cursor, count = await self._client.evaluate(repair, keys, *which, cursor or 0, at_once)
             mended += int(count)
             await asyncio.sleep(_PAUSE)
         return mended

@@ -21,7 +21,7 @@ from .record import packed
 from .scripts import script
 from .stream_outbox import StreamOutbox
 
-__all__ = ["AsyncRedisWriter", "RedisWriter", "writer_for"]
+__all__ = ["AT_ONCE", "AsyncRedisWriter", "RedisWriter", "arguments_of", "writer_for"]
 
 # Clients of the library have no type that could be named without importing it.
 Foreign = Any
@@ -29,20 +29,27 @@ Foreign = Any
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _NO_INBOX: Final = "the inbox of SQL stores is a table; use the one of postroom.stores.redis"
-_AT_ONCE: Final = 500
+#: A script holds up everybody else's commands, so none stores more than this.
+AT_ONCE: Final = 500
 
 
 def _calls(additions: Sequence[Addition], outbox: Outbox) -> list[list[Any]]:
     """Return what to call EVAL with, for messages that are stored together."""
-    keys = _keys(outbox.table, outbox.namespace)
     text = script("enqueue").text
     calls: list[list[Any]] = []
-    for first in range(0, len(additions), _AT_ONCE):
-        call: list[Any] = [text, len(keys.all), *keys.all, keys.channel]
-        for addition in additions[first : first + _AT_ONCE]:
-            call += _words(addition)
-        calls.append(call)
+    for first in range(0, len(additions), AT_ONCE):
+        keys, words = arguments_of(additions[first : first + AT_ONCE], outbox)
+        calls.append([text, len(keys), *keys, *words])
     return calls
+
+
+def arguments_of(additions: Sequence[Addition], outbox: Outbox) -> tuple[Sequence[str], list[Any]]:
+    """Return the keys and the words that the script takes which stores messages."""
+    keys = _keys(outbox.table, outbox.namespace)
+    words: list[Any] = [keys.channel]
+    for addition in additions:
+        words += _words(addition)
+    return keys.all, words
 
 
 def _words(addition: Addition) -> tuple[Any, ...]:

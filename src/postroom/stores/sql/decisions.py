@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from ...decisions import (
     Cancel,
@@ -24,6 +24,7 @@ from ...decisions import (
     Stale,
     from_milliseconds,
 )
+from ...errors import StoreContentionError
 from .adding import Adding
 from .statement import Script
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Deciding", "Ticket", "answering"]
 
 Ending: TypeAlias = Literal["expired", "revoked"]
+_TRIES: Final = 3
 
 
 class Ticket(NamedTuple):
@@ -49,11 +51,16 @@ class Deciding(Adding):
     def schedule_ticket(self, namespace: str, question: Schedule) -> Script[Placed]:
         """Note down when a ticket ends, unless it is known."""
         params = self._ticket(namespace, question.ticket)
-        yield self.sql(self._schedule, **params, expires_at=self.time(question.expires_at))
-        found = yield from self._held(namespace, question.ticket)
-        if found is not None and found.status == "scheduled" and self._differs(found, question):
-            return Stale(from_milliseconds(found.expires_at))
-        return Scheduled() if found is None else _placed(found)
+        for _ in range(_TRIES):
+            yield self.sql(self._schedule, **params, expires_at=self.time(question.expires_at))
+            found = yield from self._held(namespace, question.ticket)
+            # One that has ended may be forgotten between the two statements, and is not known then.
+            if found is None:
+                continue
+            if found.status == "scheduled" and self._differs(found, question):
+                return Stale(from_milliseconds(found.expires_at))
+            return _placed(found)
+        raise StoreContentionError("the ticket is forgotten as soon as it is there; schedule it again")
 
     _schedule: ClassVar[str] = """
         INSERT INTO {tickets} (namespace, ticket, expires_at, status)

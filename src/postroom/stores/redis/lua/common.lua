@@ -130,6 +130,7 @@ local function bury(id, state, reason)
   redis.call('HSET', errors, id, reason)
   write(id, state)
   redis.call('ZADD', dead, now, id)
+  redis.call('HINCRBY', counters, 'died', 1)
   if state[LANE] ~= '' then
     redis.call('ZREM', lanes, by_seq(id, state))
     redis.call('ZADD', tombs, 0, by_seq(id, state))

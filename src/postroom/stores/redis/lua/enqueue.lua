@@ -30,12 +30,16 @@ local function found(id, dedupe)
 end
 
 -- A place in the order of arrival rises, and is the time at once: those of one microsecond differ by one.
-local seq = math.max((tonumber(redis.call('HGET', counters, 'seq')) or 0) + 1, now)
-redis.call('HSET', counters, 'seq', string.format('%.0f', seq + count - 1))
+local before = redis.call('HMGET', counters, 'seq', 'offered')
+local seq = math.max((tonumber(before[1]) or 0) + 1, now)
+local offered = string.format('%.0f', (tonumber(before[2]) or 0) + count)
+redis.call('HSET', counters, 'seq', string.format('%.0f', seq + count - 1), 'offered', offered)
+local duplicates = 0
 for first = 2, #ARGV, SIZE do
   local id, body, is_delay, time, topic, lane, tenant, dedupe = unpack(ARGV, first, first + SIZE - 1)
   local there = found(id, dedupe)
   if there then
+    duplicates = duplicates + 1
     answers[#answers + 1] = there:gsub('.', function(byte) return string.format('%02x', byte:byte()) end)
   else
     local at = is_delay == '1' and now + time or tonumber(time)
@@ -58,6 +62,7 @@ for first = 2, #ARGV, SIZE do
   seq = seq + 1
 end
 flush()
+if duplicates > 0 then redis.call('HINCRBY', counters, 'duplicates', duplicates) end
 -- A hint: who may not publish has stored its messages all the same.
 if next(is_new) and ARGV[1] ~= '' then redis.pcall('PUBLISH', ARGV[1], '') end
 return answers
