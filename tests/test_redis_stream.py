@@ -168,7 +168,11 @@ def test_a_client_that_does_not_wait_adds_too(valkey_server: ValkeyClient) -> No
         assert [fields[b"data"] for _, fields in client.xrange(outbox.stream)] == [b"1", b"2", b"3"]
 
 
-@pytest.mark.parametrize("fields", [None, {}, {"a": 1}, ["a", "b"]], ids=["raises", "none", "number", "list"])
+@pytest.mark.parametrize(
+    "fields",
+    [None, {}, {"a": 1}, ["a", "b"], dict.fromkeys(map(str, range(2001)), "")],
+    ids=["raises", "none", "number", "list", "many"],
+)
 async def test_a_marshal_function_that_fails_leaves_nothing_in_the_pipeline(client: Foreign, fields: Foreign) -> None:
     """S0-46: neither that message nor the one before it, and no payload in the error."""
 

@@ -532,3 +532,107 @@ async def test_one_message_that_was_added_twice_comes_twice(place: Place) -> Non
     assert await store.settle([Settlement(claims[0], Delivered())]) == []
     assert await place.client.xlen(place.key()) == 1
     assert await store.settle([Settlement(claims[1], Delivered())]) == []
+
+
+# -- entries of somebody else's ----------------------------------------------------------------------------------
+
+
+WRONG: dict[str, dict[str, str | bytes]] = {
+    "no time": {"postroom:time": "soon"},
+    "too deep": {"attributes": "[" * 100_000},
+    "a number for a text": {"attributes": '{"content_type": 5}'},
+    "an object for a text": {"attributes": '{"dedupe_key": {}}'},
+    "a number for a tenant": {"attributes": '{"tenant_id": 5}'},
+    "no text": {"attributes": '{"headers": {"a": null}}'},
+    "no headers": {"attributes": '{"headers": "a"}'},
+    "no utf-8": {"topic": b"\xff", "key": b"\xff"},
+    "no id": {"id": "f" * 40},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_an_entry_that_is_wrong_in_any_way_holds_up_nobody(place: Place, wrong: str) -> None:
+    """S0-55: a claim that raised would take the messages beside it down with it, again and again."""
+    await place.add(1)
+    await place.client.xadd(place.key(), {"id": uuid4().hex, "topic": "t", "type": "t", "data": "x", **WRONG[wrong]})
+    await place.add(2)
+
+    claims = await place.store().claim(10, terms())
+
+    assert [claim.broken is not None for claim in claims] == [False, True, False]
+
+
+async def test_an_entry_with_thousands_of_fields_can_be_buried_and_tried_again(place: Place) -> None:
+    """G9: a script can hand on only so much; the rest is told to be missing, and nobody is held up by it."""
+    fields = {"id": uuid4().hex, "topic": "t", "type": "t", "data": "1", **{f"f{n}": "v" for n in range(5000)}}
+    await place.client.xadd(place.key(), fields)
+    store = place.store()
+
+    [claim] = await store.claim(10, terms())
+    assert await store.settle([Settlement(claim, Dead("no"))]) == []
+    [letter] = await place.dead()
+    redriven = await store.redrive()
+
+    assert letter[b"postroom:error"] == b"no (of its 5004 fields the first 3950 are kept)"
+    assert redriven == 1
+    assert numbers(await store.claim(10, terms())) == [1]
+
+
+async def test_ids_that_are_far_ahead_hold_up_nothing(place: Place) -> None:
+    """S0-52: the ids of a stream never go back, whoever set the first; what is given back is due all the same."""
+    await place.client.xadd(place.key(), {"some": "thing"}, id=f"{2**63}-0")
+    await place.add(1)
+    store = place.store()
+    broken, claim = await store.claim(10, terms())
+    await store.settle([Settlement(claim, Release())])
+
+    [again] = await store.claim(10, terms())
+
+    assert (broken.broken is not None, claim.broken) == (True, None)
+    assert (numbers([again]), again.message.attempt) == ([1], 1)
+
+
+async def test_a_clock_that_was_ahead_delays_nothing_that_is_given_back(place: Place) -> None:
+    """S0-52, reliability 1.3: an entry came while the clock was ahead by an hour."""
+    seconds: int = (await place.client.time())[0]
+    fields = {"id": uuid4().hex, "topic": "t", "type": "t", "data": "1"}
+    await place.client.xadd(place.key(), fields, id=f"{(seconds + 3600) * 1000}-0")
+    store = place.store()
+
+    for _ in range(2):
+        claims = await store.claim(10, terms())
+        assert await store.settle([Settlement(claim, Release()) for claim in claims]) == []
+
+        assert numbers(claims) == [1]
+
+
+async def test_all_that_was_asked_for_is_purged_and_redriven(place: Place) -> None:
+    """G11: the cleanup goes on only as long as it gets what it asks for; what it leaves would add up."""
+    store = place.store(keep_delivered=timedelta(days=1))
+    await place.add(*range(1200))
+    claims = await claim_all(store, terms())
+    await store.settle(delivered(claims[:600]))
+    await store.settle([Settlement(claim, Dead("no")) for claim in claims[600:]])
+    await place.client.xadd(place.key(":dead"), {"postroom:error": "deleted"})
+
+    purged = [await store.purge(older_than=timedelta(0), limit=limit) for limit in (550, 550)]
+    redriven = [await store.redrive(limit=limit) for limit in (550, 550)]
+
+    assert (purged, redriven) == ([550, 50], [550, 50])
+    assert numbers(await claim_all(store, terms())) == list(range(600, 1200))
+    assert await place.client.xlen(place.key(":dead")) == 0
+
+
+async def test_what_is_tried_again_has_all_of_its_fields(place: Place) -> None:
+    """S0-57: also those whose names resemble ours."""
+    await place.client.xadd(
+        place.key(), {"postroom:mine": "1", "id": uuid4().hex, "topic": "t", "type": "t", "data": "1"}
+    )
+    store = place.store()
+    [claim] = await store.claim(10, terms())
+    await store.settle([Settlement(claim, Dead("no"))])
+
+    await store.redrive()
+
+    [(_, fields)] = await place.client.xrange(place.key())
+    assert fields.keys() == {b"postroom:mine", b"id", b"topic", b"type", b"data"}

@@ -36,7 +36,7 @@ from postroom.errors import (
 from postroom.middleware import OutboxMiddleware, TransactionMiddleware
 from postroom.middleware.chain import Middleware, chained
 from postroom.store import ClaimTerms
-from postroom.stores.redis import RedisStore, RedisTransactions, current_pipeline
+from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline
 from postroom.stores.redis.commands import READS, slot_of
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.faults import FaultProxy
@@ -244,14 +244,24 @@ async def test_reading_inside_a_transaction_says_why_not_and_how(shop: Shop, com
         ("PEXPIRE", "k", "1", "NX"),
         ("HSET", "k", "odd"),
         ("HINCRBY", "k", "f", "1.5"),
+        ("HINCRBY", "k", "f", "01"),
+        ("INCRBY", "k", "007"),
+        ("INCRBY", "k", "-0"),
+        ("EXPIRE", "k", "010"),
+        ("SET", "k", "v", "EX", "010"),
+        ("SET k", "v"),
         ("INCRBY", "k", 2**63),
         ("DECRBY", "k", -(2**63)),
         ("ZADD", "k", "nan", "m"),
         ("ZADD", "k", "high", "m"),
+        ("ZADD", "k", "1e400", "m"),
+        ("ZADD", "k", "1e-400", "m"),
+        ("ZADD", "k", 10**400, "m"),
         ("ZADD", "k", "GT", "1", "m"),
         ("ZADD", "k"),
         ("XADD", "k", "1-1", "f", "v"),
         ("XADD", "k", "MAXLEN", "~", "*", "f", "v"),
+        ("XADD", "k", "MAXLEN", "010", "*", "f", "v"),
         ("XADD", "k", "*", "f"),
         ("SADD", "k"),
         ("DEL",),
@@ -270,6 +280,33 @@ async def test_what_could_fail_half_way_is_refused_before_it_is_sent(shop: Shop,
                 transaction.connection.execute_command(*words)
 
     assert await shop.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("ZADD", "0 -0.0 0e9 1e-320 -1e-400 1. .5 +5 +.5e+3 1e308 -1e309 inf +INF -inf nan infinite 1e e1 . 0x10 1_0"),
+        ("INCRBY", "0 -0 00 1 -1 +1 01 9223372036854775807 9223372036854775808 -9223372036854775807 1e3 1.0 1_0"),
+        ("EXPIRE", "0 -0 1 -1 007 1.0 9999999999999 -9999999999999"),
+    ],
+)
+async def test_a_number_is_recorded_if_and_only_if_the_server_takes_it(shop: Shop, command: str, words: str) -> None:
+    """S0-30: what passes here and is refused there would be found out after others were applied."""
+    taken: dict[str, list[str]] = {"here": [], "there": []}
+
+    for word in words.split():
+        said = (command, shop.key("number"), word, *(("m",) if command == "ZADD" else ()))
+        await shop.client.delete(shop.key("number"))
+        with suppress(redis.exceptions.ResponseError):
+            await shop.client.execute_command(*said)
+            taken["there"].append(word)
+        with suppress(CommandRefusedError):
+            async with shop.transactions.begin() as transaction:
+                transaction.connection.delete(shop.key("number"))
+                transaction.connection.execute_command(*said)
+            taken["here"].append(word)
+
+    assert taken["here"] == taken["there"]
 
 
 async def test_every_command_of_the_list_is_applied_as_the_client_would(shop: Shop) -> None:
@@ -342,6 +379,46 @@ async def test_what_fails_in_a_savepoint_is_forgotten_alone(shop: Shop) -> None:
     assert await shop.keys() == {shop.key("kept")}
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("marking", ["pessimistic", "setnx_may_lose_messages"])
+async def test_a_message_that_fails_in_a_savepoint_is_not_marked_by_the_rest(
+    shop: Shop,
+    mode: Any,  # noqa: ANN401
+    marking: Any,  # noqa: ANN401
+) -> None:
+    """S0-22, G2: its effect is forgotten, so whoever gets it next must not take it for handled."""
+    transactions, inbox, handled = shop.also(shop.client, mode=mode), RedisInbox("stock", mode=marking), message()
+
+    async with transactions.begin() as transaction:
+        await transaction.connection.set(shop.key("kept"), "1")
+        with suppress(ZeroDivisionError):
+            async with transactions.savepoint(transaction):
+                assert await inbox.admit(transaction, handled)
+                await transaction.connection.set(shop.key("undone"), "1")
+                raise ZeroDivisionError
+    before = await shop.keys()
+    async with transactions.begin() as transaction:
+        is_new = await inbox.admit(transaction, handled)
+
+    assert is_new
+    assert before == {shop.key("kept")}
+
+
+async def test_a_message_stays_marked_when_something_else_fails_in_a_savepoint(shop: Shop) -> None:
+    """S0-22: only what was claimed inside is given up with it."""
+    inbox, handled = RedisInbox("stock"), message()
+
+    async with shop.transactions.begin() as transaction:
+        assert await inbox.admit(transaction, handled)
+        with suppress(ZeroDivisionError):
+            async with shop.transactions.savepoint(transaction):
+                raise ZeroDivisionError
+    async with shop.transactions.begin() as transaction:
+        is_new = await inbox.admit(transaction, handled)
+
+    assert not is_new
+
+
 async def test_a_transaction_holds_a_thousand_commands_and_no_more(shop: Shop) -> None:
     """S0-01: a script holds everybody up, so it is short."""
     async with shop.transactions.begin() as transaction:
@@ -354,6 +431,10 @@ async def test_a_transaction_holds_a_thousand_commands_and_no_more(shop: Shop) -
     with pytest.raises(CommandRefusedError, match="bytes"):
         async with shop.transactions.begin() as transaction:
             transaction.connection.set(shop.key("list"), bytes(1024 * 1024 + 1))
+    with pytest.raises(CommandRefusedError, match="bytes"):
+        async with shop.transactions.begin() as transaction:
+            for _ in range(999):
+                transaction.connection.rpush(shop.key("list"), *[""] * 3000)  # what is empty has to be sent too
 
     assert await shop.client.llen(shop.key("list")) == 1000
 
@@ -406,7 +487,11 @@ async def test_a_value_that_is_no_number_keeps_everything_from_being_applied(sho
     await shop.client.hset(shop.key("stock"), "apples", "many")
     await shop.client.set(shop.key("orders"), "007")
 
-    for name, before in (("stock", None), ("orders", None), ("new", "text"), ("new", " 1"), ("new", str(2**63))):
+    await shop.client.set(shop.key("long"), "1" * 100)
+    await shop.client.hset(shop.key("stock"), "long", "1" * 100)
+
+    values = ("text", " 1", "", str(2**63), str(-(2**63) - 1))
+    for name, before in (("stock", None), ("orders", None), ("long", None), *(("new", value) for value in values)):
         with pytest.raises(CommitRefusedError, match="no integer"):
             async with shop.transactions.begin() as transaction:
                 await transaction.connection.sadd(shop.key("set"), "42")
@@ -414,10 +499,84 @@ async def test_a_value_that_is_no_number_keeps_everything_from_being_applied(sho
                     await transaction.connection.set(shop.key(name), before)
                 if name == "stock":
                     await transaction.connection.hincrby(shop.key(name), "apples", 1)
+                elif name == "long":
+                    await transaction.connection.append(shop.key(name), "1")
+                    await transaction.connection.hincrby(shop.key("stock"), name, 1)
                 else:
                     await transaction.connection.incrby(shop.key(name), 1)
 
-    assert await shop.keys() == {shop.key("stock"), shop.key("orders")}
+    assert await shop.keys() == {shop.key("stock"), shop.key("orders"), shop.key("long")}
+
+
+GONE = {
+    "HDEL": ("HSET k f 1", "HDEL k f"),
+    "SREM": ("SADD k m", "SREM k m"),
+    "ZREM": ("ZADD k 1 m", "ZREM k m"),
+    "ZADD XX": ("DEL k", "ZADD k XX 1 m"),
+}
+
+
+@pytest.mark.parametrize("removal", GONE)
+@pytest.mark.parametrize("condition", ["NX", "XX"])
+async def test_whether_a_key_will_be_there_is_not_guessed(shop: Shop, removal: str, condition: str) -> None:
+    """S0-30: what is empty is gone; a SET that depends on it could make what follows fail after it was applied."""
+
+    def words(line: str) -> list[str]:
+        return [shop.key("k") if word == "k" else word for word in line.split()]
+
+    before, command = GONE[removal]
+    await shop.client.execute_command(*words(before))
+    there = await shop.keys()
+
+    with pytest.raises(CommitRefusedError, match="cannot be foreseen whether"):
+        async with shop.transactions.begin() as transaction:
+            transaction.connection.sadd(shop.key("orders"), "42")
+            transaction.connection.execute_command(*words(command))
+            transaction.connection.execute_command("SET", shop.key("k"), "x", condition)
+    async with shop.transactions.begin() as transaction:
+        transaction.connection.execute_command(*words(command))
+        transaction.connection.set(shop.key("k"), "x")
+        transaction.connection.set(shop.key("k"), "y", xx=True)
+
+    assert shop.key("orders") not in there | await shop.keys()
+    assert await shop.client.get(shop.key("k")) == b"y"
+
+
+@pytest.mark.parametrize("command", ["EXPIRE 0", "EXPIRE -5", "PEXPIRE -1", "EXPIREAT 1", "PEXPIREAT 1000"])
+async def test_a_key_whose_time_is_over_is_foreseen_to_be_gone(shop: Shop, command: str) -> None:
+    """S0-30: another type may be written there then, and what it held counts no more."""
+    name, time = command.split()
+    key, other = shop.key("k"), shop.key("other")
+    await shop.client.hset(key, "f", "5")
+    await shop.client.hset(other, "f", "5")
+
+    with pytest.raises(CommitRefusedError, match="is a string, and HSET needs a hash"):
+        async with shop.transactions.begin() as transaction:
+            transaction.connection.execute_command(name, key, time)
+            transaction.connection.set(key, "x", nx=True)
+            transaction.connection.hset(key, "f", "v")
+    with pytest.raises(CommitRefusedError, match="no integer"):
+        async with shop.transactions.begin() as transaction:
+            transaction.connection.execute_command(name, key, time)
+            transaction.connection.hsetnx(key, "f", "text")
+            transaction.connection.hincrby(key, "f", 1)
+    async with shop.transactions.begin() as transaction:
+        transaction.connection.execute_command(name, key, time)
+        transaction.connection.set(key, "7", nx=True)
+        transaction.connection.incrby(key, 1)
+        transaction.connection.execute_command(name.removesuffix("AT"), other, 100)
+        transaction.connection.hincrby(other, "f", 1)
+
+    assert (await shop.client.get(key), await shop.client.hget(other, "f")) == (b"8", b"6")
+
+
+async def test_the_smallest_number_can_be_added_to(shop: Shop) -> None:
+    await shop.client.set(shop.key("count"), -(2**63))
+
+    async with shop.transactions.begin() as transaction:
+        transaction.connection.incrby(shop.key("count"), 1)
+
+    assert await shop.client.get(shop.key("count")) == str(1 - 2**63).encode()
 
 
 async def test_what_a_transaction_does_itself_is_foreseen(shop: Shop) -> None:
@@ -699,6 +858,92 @@ async def test_multi_looks_at_every_reply(shop: Shop) -> None:
     assert await shop.client.smembers(shop.key("orders")) == {b"42"}
     assert [type(event) for event in shop.heard] == [events.PartlyApplied]
     assert (await shop.client.get(caught.value.mark)).startswith(b"partial:")
+
+
+async def test_multi_that_cannot_put_its_mark_right_is_told_as_partly_applied_all_the_same(
+    private_valkey: ValkeyServer,
+) -> None:
+    """S0-30, reliability 3.3: the mark says done, and nobody is told that all is well."""
+    async with shop_on(private_valkey.dsn, mode="multi") as shop:
+        await shop.client.set(shop.key("stock"), "a text")
+
+        with pytest.raises(PartlyAppliedError, match="WRONGTYPE"):
+            async with shop.transactions.begin() as transaction:
+                transaction.connection.hincrby(shop.key("stock"), "apples", -1)
+                transaction.connection.config_set("maxmemory", "1")  # from then on nothing can be written
+
+        assert [type(event) for event in shop.heard] == [events.PartlyApplied]
+
+
+STEERING = "SELECT 1,EXEC,DISCARD,MULTI,WATCH k,UNWATCH,CLIENT REPLY OFF,SUBSCRIBE c,QUIT,RESET,HELLO,AUTH x,MONITOR"
+
+
+@pytest.mark.parametrize("line", STEERING.split(","))
+async def test_multi_does_not_let_go_of_its_connection(shop: Shop, line: str) -> None:
+    """S0-30: a handler that could end MULTI or turn to another database would be done without its effect."""
+    transactions = shop.also(shop.client, mode="multi")
+
+    with pytest.raises(CommandRefusedError, match="connection"):
+        async with transactions.begin() as transaction:
+            transaction.connection.set(shop.key("stock"), "1")
+            with suppress(CommandRefusedError):
+                transaction.connection.execute_command(*line.lower().split())
+
+    assert await shop.keys() == set()
+
+
+async def test_multi_answers_questions_that_are_asked_at_the_same_time(shop: Shop) -> None:
+    """S0-20: there is one connection for them, so they wait for each other."""
+    transactions = shop.also(shop.client, mode="multi")
+    names = [shop.key(str(number)) for number in range(5)]
+    await shop.client.mset({name: number for number, name in enumerate(names)})
+
+    async with transactions.begin() as transaction:
+        await transaction.connection.watch(*names)
+        found = await asyncio.gather(*[transaction.connection.get(name) for name in names])
+        kind = await transaction.connection.execute_command(b"type", names[0])
+        await shop.client.xadd(shop.key("stream"), {"a": "b"})
+        about = await transaction.connection.xinfo_stream(shop.key("stream"))
+
+    assert (found, kind) == ([b"0", b"1", b"2", b"3", b"4"], b"string")
+    assert about["length"] == 1
+
+
+@pytest.mark.parametrize("fault", ["cut", "given up"])
+async def test_multi_does_not_forget_what_it_watched_with_a_lost_connection(shop: Shop, fault: str) -> None:
+    """S0-20: a handler that survives the error would write over what somebody else has written."""
+    await shop.client.set(shop.key("stock"), "5")
+    async with through_proxy(shop) as (proxy, client):
+        transactions = shop.also(client, mode="multi")
+
+        with pytest.raises(StoreContentionError, match="lost; nothing was applied"):
+            async with transactions.begin() as transaction:
+                pipeline = transaction.connection
+                await pipeline.watch(shop.key("stock"))
+                left = int(await pipeline.get(shop.key("stock")))
+                if fault == "cut":
+                    proxy.cut()
+                else:
+                    proxy.black_hole("replies")
+                with suppress(StoreError, TimeoutError):
+                    await asyncio.wait_for(pipeline.get(shop.key("stock")), 60 if fault == "cut" else 0.05)
+                proxy.heal()
+                await shop.client.incr(shop.key("stock"))
+                pipeline.set(shop.key("stock"), left - 1)
+
+    assert await shop.client.get(shop.key("stock")) == b"6"
+
+
+async def test_multi_answers_nobody_after_its_end(shop: Shop) -> None:
+    """S0-20: a question that waited for its turn until then would take a connection for ever."""
+    transactions = shop.also(shop.client, mode="multi")
+
+    async with transactions.begin() as transaction:
+        await transaction.connection.watch(shop.key("stock"))
+        late = transaction.connection.get(shop.key("stock"))
+
+    with pytest.raises(TransactionClosedError):
+        await late
 
 
 async def test_multi_with_a_syntax_error_applies_nothing(shop: Shop) -> None:

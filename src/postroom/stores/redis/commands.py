@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import binascii
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from ...errors import CommandRefusedError
 
-__all__ = ["MOST_WORDS", "READS", "Command", "keys_of", "slot_of", "understood"]
+__all__ = ["MOST_WORDS", "READS", "STEERING", "Command", "keys_of", "name_of", "slot_of", "understood"]
 
 #: What a script can hand on to one command.
 MOST_WORDS: Final = 4000
@@ -19,7 +20,7 @@ READS: Final = frozenset(
         *("BITCOUNT", "BITPOS", "DBSIZE", "DUMP", "EXISTS", "EXPIRETIME", "GEODIST", "GEOHASH"),
         *("GEOPOS", "GEOSEARCH", "GET", "GETBIT", "GETRANGE", "HEXISTS", "HGET", "HGETALL", "HKEYS"),
         *("HLEN", "HMGET", "HRANDFIELD", "HSCAN", "HSTRLEN", "HVALS", "KEYS", "LINDEX", "LLEN", "LPOS"),
-        *("LRANGE", "MGET", "OBJECT", "PEXPIRETIME", "PFCOUNT", "PTTL", "RANDOMKEY", "SCAN", "SCARD"),
+        *("LRANGE", "MEMORY", "MGET", "OBJECT", "PEXPIRETIME", "PFCOUNT", "PTTL", "RANDOMKEY", "SCAN", "SCARD"),
         *("SDIFF", "SINTER", "SISMEMBER", "SMEMBERS", "SMISMEMBER", "SRANDMEMBER", "SSCAN", "STRLEN"),
         *("SUBSTR", "SUNION", "TIME", "TTL", "TYPE", "XINFO", "XLEN", "XPENDING", "XRANGE", "XREAD"),
         *("XREVRANGE", "ZCARD", "ZCOUNT", "ZDIFF", "ZINTER", "ZLEXCOUNT", "ZMSCORE", "ZRANDMEMBER"),
@@ -28,10 +29,20 @@ READS: Final = frozenset(
     }
 )
 
+#: Commands that steer the connection: inside MULTI they would end it, or have what follows done elsewhere.
+STEERING: Final = frozenset(
+    {
+        *("ASKING", "AUTH", "CLIENT", "DISCARD", "EXEC", "HELLO", "MONITOR", "MULTI", "PSUBSCRIBE", "PSYNC"),
+        *("PUNSUBSCRIBE", "QUIT", "READONLY", "READWRITE", "RESET", "SELECT", "SSUBSCRIBE", "SUBSCRIBE"),
+        *("SUNSUBSCRIBE", "SYNC", "UNSUBSCRIBE", "UNWATCH", "WATCH"),
+    }
+)
+
 _Words: TypeAlias = Sequence[bytes]
 
 _SLOTS: Final = 16384
-_INTEGER: Final = re.compile(rb"-?\d{1,19}")
+#: As the server reads it, which takes no zeros before a number.
+_INTEGER: Final = re.compile(rb"0|-?[1-9]\d{0,18}")
 _SCORE: Final = re.compile(rb"[+-]?(?:inf|(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)", re.IGNORECASE)
 _BITS: Final = 63
 #: In milliseconds or seconds, far enough for everybody and small enough for the server.
@@ -58,9 +69,9 @@ def understood(words: tuple[bytes, ...]) -> Command:
         CommandRefusedError: Nothing is known of it, or the server would not understand it.
     """
     name = words[0].decode(errors="replace").upper()
-    if name in READS:
+    if name_of(words[0]) in READS:
         raise CommandRefusedError(
-            name,
+            name_of(words[0]),
             "it reads, and nothing is sent before the commit, so no answer could come; read with your own client "
             "before you write, or use RedisTransactions(client, mode='multi') and read after watch()",
         )
@@ -79,6 +90,11 @@ def understood(words: tuple[bytes, ...]) -> Command:
     if not rule.is_fit(words[1:]):
         raise CommandRefusedError(name, f"the server would refuse it; it takes {rule.rule}")
     return Command(words, rule.needs)
+
+
+def name_of(word: bytes) -> str:
+    """Return what a command is called; the library writes the second word of some into the first."""
+    return word.decode(errors="replace").upper().partition(" ")[0]
 
 
 def keys_of(words: Sequence[bytes]) -> Sequence[bytes]:
@@ -103,6 +119,16 @@ def _is_integer(word: bytes) -> bool:
 
 def _is_time(word: bytes) -> bool:
     return _is_integer(word) and abs(int(word)) <= _LONGEST
+
+
+def _is_score(word: bytes) -> bool:
+    """Tell whether a word is a number that the server can hold: what is too large or too small for it, it refuses."""
+    if _SCORE.fullmatch(word) is None:
+        return False
+    score = float(word)
+    if math.isinf(score):
+        return word.lower().endswith(b"inf")
+    return score != 0 or re.match(rb"[^e]*[1-9]", word.lower()) is None
 
 
 def _has(count: int) -> Callable[[_Words], bool]:
@@ -158,7 +184,7 @@ def _adds_scores(words: _Words) -> bool:
         del rest[0]
     if rest and rest[0] == b"CH":
         del rest[0]
-    return bool(rest) and len(rest) % 2 == 0 and all(map(_SCORE.fullmatch, rest[::2]))
+    return bool(rest) and len(rest) % 2 == 0 and all(map(_is_score, rest[::2]))
 
 
 def _adds_entry(words: _Words) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+from ...errors import StoreError
 from .client import Client
 from .marks import Mark, milliseconds
 from .recorder import WatchingRecorder
@@ -14,15 +17,15 @@ async def apply_multi(client: Client, recorder: WatchingRecorder, mark: Mark) ->
     """Apply what was recorded, and answer as the script of the guarded commit does.
 
     It is weaker: a command that fails does not keep the others from being applied. Every reply is looked at, and the
-    message goes into quarantine then; a crash just before that leaves it marked as done.
+    message goes into quarantine then; a crash just before that, or a reply that is lost, leaves it marked as done.
 
     Raises:
         StoreContentionError: The mark or another watched key was changed meanwhile; nothing was applied.
         StoreError: The server refused everything, or no answer came.
     """
     pipeline = recorder.pipeline
-    await recorder.ask(pipeline.watch(mark.key))
-    found: bytes | None = await recorder.ask(pipeline.immediate_execute_command("GET", mark.key))
+    await recorder.ask(pipeline.watch, mark.key)
+    found: bytes | None = await recorder.ask(pipeline.immediate_execute_command, "GET", mark.key)
     if (found or b"").decode(errors="replace") != mark.expected:
         return ["FENCED"]
     pipeline.multi()
@@ -32,7 +35,7 @@ async def apply_multi(client: Client, recorder: WatchingRecorder, mark: Mark) ->
         text, keys = script("enqueue").text, addition.keys
         pipeline.execute_command("EVAL", text, len(keys), *keys, *addition.arguments)
     pipeline.execute_command("SET", mark.key, f"done:{mark.token}", "PX", milliseconds(mark.kept))
-    replies: list[object] = await recorder.ask(pipeline.execute(raise_on_error=False))
+    replies: list[object] = await recorder.ask(pipeline.execute, raise_on_error=False)
     return await _inspected(client, replies, mark)
 
 
@@ -43,6 +46,7 @@ async def _inspected(client: Client, replies: list[object], mark: Mark) -> list[
     if len(failed) == len(replies):
         return ["REFUSED", str(failed[0])]
     why = f"{len(replies) - len(failed)} of {len(replies)} applied: {failed[0]}"
-    # The mark says that all is done, which somebody must not believe.
-    await client.call(client.foreign.set(mark.key, f"partial:{mark.token} {why}"))
+    # The mark says that all is done, which nobody must believe; if it cannot be put right, at least the caller knows.
+    with contextlib.suppress(StoreError):
+        await client.call(client.foreign.set(mark.key, f"partial:{mark.token} {why}"))
     return ["PARTIAL", why]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import lru_cache
@@ -18,8 +19,8 @@ from ...errors import (
     TransactionClosedError,
 )
 from .client import Client
-from .commands import READS, Command, keys_of, slot_of, understood
-from .marks import Mark, Renewal
+from .commands import READS, STEERING, Command, keys_of, name_of, slot_of, understood
+from .marks import Mark, Renewal, drop
 from .scripts import script
 
 __all__ = ["Addition", "Recorder", "WatchingRecorder"]
@@ -30,6 +31,8 @@ Foreign = Any
 #: What one commit may hold: a script holds up everybody else's commands.
 MOST_COMMANDS: Final = 1000
 MOST_BYTES: Final = 1024 * 1024
+#: What a word takes besides its own bytes when it is sent, so that many empty ones are many bytes too.
+_FRAME: Final = 6
 
 
 class Addition(NamedTuple):
@@ -121,16 +124,33 @@ class Recorder(AsyncCoreCommands):
         if self._refused is not None:
             raise self._refused
 
-    def keep(self) -> Callable[[], None]:
-        """Return what forgets everything that is recorded from now on."""
+    def keep(self) -> Callable[[], Awaitable[None]]:
+        """Return what forgets everything that is recorded from now on, and gives up what is claimed from now on."""
         commands, additions, size, refused = len(self.recorded), len(self.additions), self._size, self._refused
+        mark, literal = self.mark, self.literal
 
-        def forget() -> None:
+        async def forget() -> None:
             del self.recorded[commands:]
             del self.additions[additions:]
             self._size, self._refused = size, refused
+            # A message whose effect is forgotten must not be marked as done by the rest of the transaction.
+            if (self.mark, self.literal) != (mark, literal):
+                try:
+                    await self.give_up()
+                finally:
+                    self.mark, self.literal, self.renewal = mark, literal, None
 
         return forget
+
+    async def give_up(self) -> None:
+        """Let the message be handled again at once; if that fails, the lease of its mark ends it."""
+        with contextlib.suppress(StoreError):
+            if self.renewal is not None:
+                await self.renewal.stop()
+            if self.mark is not None and (self.mark.is_claimed or self.is_in_doubt):
+                await drop(self.client, self.mark)
+            if self.literal is not None:
+                await self.client.call(self.client.foreign.delete(self.literal))
 
     async def watch(self, *names: Foreign) -> Foreign:  # type: ignore[override]  # as the library's own
         """Refuse: nothing is read, so nothing need be watched."""
@@ -158,7 +178,8 @@ class Recorder(AsyncCoreCommands):
         else:
             self._check_slot(b"EVAL", addition.keys)
             self.additions.append(addition)
-        self._size += sum(map(len, words)) - (len(words[1]) if addition else 0)
+        sent = words if addition is None else addition.arguments
+        self._size += sum(map(len, sent)) + _FRAME * len(sent)
         if len(self.recorded) + len(self.additions) > MOST_COMMANDS or self._size > MOST_BYTES:
             raise CommandRefusedError(
                 words[0].decode(errors="replace"),
@@ -188,57 +209,80 @@ class WatchingRecorder(Recorder):
         super().__init__(client, tag=tag, slot=slot)
         self.pipeline: Foreign = client.foreign.pipeline(transaction=True)
         self.is_watching: bool = False
+        #: There is one connection, on which one question at a time can be asked.
+        self._turn = asyncio.Lock()
+        self._is_lost = False
+        self._is_over = False
 
     def execute_command(self, *words: Foreign, **options: Foreign) -> Awaitable[Foreign]:
         """Record a command, or answer it at once if it reads and something is watched."""
-        if not self.is_watching or str(words[0]).upper() not in READS:
+        if not self.is_watching or name_of(self._encode(words[0])) not in READS:
             return super().execute_command(*words, **options)
         if not self._is_open:
             raise TransactionClosedError
-        return self.ask(self.pipeline.immediate_execute_command(*words, **options))
+        return self.ask(self.pipeline.immediate_execute_command, *words, **options)
 
     async def watch(self, *names: Foreign) -> Foreign:  # type: ignore[override]  # as the library's own
         """Have the commit refused if one of these keys changes, and let commands that read be answered from now on."""
         self._check_slot(b"WATCH", [self._encode(name) for name in names])
         if not self._is_open:
             raise TransactionClosedError
-        answer = await self.ask(self.pipeline.watch(*names))
+        answer = await self.ask(self.pipeline.watch, *names)
         self.is_watching = True
         return answer
 
-    async def ask(self, answer: Awaitable[Foreign]) -> Foreign:
+    def check(self) -> None:
+        """Raise also if somebody has caught that the connection was lost: nothing is watched on the next one."""
+        super().check()
+        if self._is_lost:
+            raise StoreContentionError("the connection that watched keys was lost; nothing was applied")
+
+    async def ask(self, question: Callable[..., Awaitable[Foreign]], *words: Foreign, **options: Foreign) -> Foreign:
         """Wait for an answer on the connection that watches.
 
         Raises:
             StoreContentionError: What is watched was changed meanwhile; nothing was applied.
             StoreError: The server refused, or no answer came.
+            TransactionClosedError: The transaction has ended, and the connection is somebody else's.
         """
-        try:
-            return await self.client.call(answer)
-        except StoreError as error:
-            cause = error.__cause__
-            if isinstance(cause, redis.exceptions.WatchError):
+        async with self._turn:
+            if self._is_over:
+                raise TransactionClosedError
+            try:
+                return await self.client.call(question(*words, **options))
+            except StoreError as error:
+                cause = error.__cause__
+                if isinstance(cause, redis.exceptions.ResponseError):
+                    # The library quotes the whole command, and what is written is nobody else's business.
+                    plain = type(cause)(str(cause).rpartition("of pipeline caused error: ")[2])
+                    raise self.client.told(plain) from plain
+                self._is_lost = True
+                if not isinstance(cause, redis.exceptions.WatchError):
+                    raise
                 lost = cause.__context__
                 if lost is None:
                     raise StoreContentionError("a watched key was changed meanwhile; nothing was applied") from error
                 # The library says the same of a connection that is lost, after which everything may be applied.
                 raise self.client.told(lost) from lost
-            if isinstance(cause, redis.exceptions.ResponseError):
-                # The library quotes the whole command, and what is written is nobody else's business.
-                plain = type(cause)(str(cause).rpartition("of pipeline caused error: ")[2])
-                raise self.client.told(plain) from plain
-            raise
+            except BaseException:
+                # Whoever gives up waiting loses the connection, or the next question would get this one's answer.
+                self._is_lost = True
+                raise
 
     async def end(self) -> None:
         """Let go of the connection as well, on which nothing is watched any more."""
         await super().end()
-        with contextlib.suppress(StoreError):
-            await self.client.call(self.pipeline.reset())
+        async with self._turn:
+            self._is_over = True
+            with contextlib.suppress(StoreError):
+                await self.client.call(self.pipeline.reset())
 
     def _understood(self, words: tuple[bytes, ...]) -> Command:
-        name = words[0].decode(errors="replace").upper()
+        name = name_of(words[0])
         if name in READS:
             raise CommandRefusedError(name, "it reads, and nothing is watched; await watch() of its keys first")
+        if name in STEERING:
+            raise CommandRefusedError(name, "it steers the connection, which is the transaction's own until its end")
         return Command(words, "")
 
 

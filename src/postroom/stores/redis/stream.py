@@ -189,9 +189,8 @@ class RedisStreamStore:
         self, entry: bytes, fields: dict[bytes, bytes], attempt: int, token: int, *, is_suspect: bool = False
     ) -> StreamClaim:
         name, added = entry.decode(), fields.pop(_TIME, None)
-        arrived = int(name.partition("-")[0]) * 1000 if added is None else int(added)
         try:
-            message = self._message(fields, attempt, token, arrived)
+            message = self._message(fields, attempt, token, _arrived(name, added))
         except DecodeError as error:
             broken = salvaged(fields, name, namespace=self.namespace, attempt=attempt, token=token)
             return StreamClaim(broken, is_suspect, str(error), name)
@@ -263,13 +262,22 @@ class RedisStreamStore:
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         """Forget up to ``limit`` messages delivered longer ago; return how many."""
-        count: int = await self._run("purge", older_than // _MICROSECOND, min(limit, AT_ONCE))
-        return count
+        return await self._repeated("purge", limit, older_than // _MICROSECOND)
 
     async def redrive(self, *, limit: int = AT_ONCE) -> int:
         """Have up to ``limit`` dead messages tried again, the oldest first, as new entries; return how many."""
-        count: int = await self._run("redrive", min(limit, AT_ONCE))
-        return count
+        return await self._repeated("redrive", limit)
+
+    async def _repeated(self, name: str, limit: int, *arguments: Any) -> int:  # noqa: ANN401 -- whatever it takes
+        """Run a script that takes some at a time, until there are no more; return of how many it was true."""
+        total = 0
+        while total < limit:
+            wanted = min(limit - total, AT_ONCE)
+            count, seen = await self._run(name, *arguments, wanted)
+            total += count
+            if seen < wanted:
+                break
+        return total
 
     async def stats(self) -> Stats:
         """Tell how many messages are in each state; counting costs next to nothing here."""
@@ -315,6 +323,14 @@ def _entries(answer: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:  # noqa: AN
     if not found:
         return []
     return found[0][0] if isinstance(found[0][0], list) else found[0]
+
+
+def _arrived(entry: str, added: bytes | None) -> int:
+    """Return when a message was added, in microseconds: when its entry came, unless it says otherwise."""
+    try:
+        return int(entry.partition("-")[0]) * 1000 if added is None else int(added)
+    except ValueError:
+        raise DecodeError(f"the entry has no time in its field {_TIME.decode()}") from None
 
 
 def _is_choosy(terms: ClaimTerms) -> bool:

@@ -10,6 +10,7 @@ from ...codec import Codec
 from ...errors import EncodeError
 from ...message import DEFAULT_NAMESPACE, Limits, Message
 from ...outbox import Addition, Outbox
+from .commands import MOST_WORDS
 from .scripts import script
 from .stream_keys import stream_keys
 from .stream_record import Marshal, marshalled
@@ -18,7 +19,10 @@ __all__ = ["StreamOutbox"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
-_RULE: Final = "its marshal function must return names and values of fields, texts or bytes, and at least one"
+_RULE: Final = (
+    "its marshal function must return names and values of fields, texts or bytes, and at least one, but not more than "
+    f"{MOST_WORDS // 2:,}"
+)
 
 
 class StreamOutbox(Outbox):
@@ -97,7 +101,7 @@ class StreamOutbox(Outbox):
         except Exception as error:
             raise EncodeError(message, f"its marshal function raised {type(error).__name__}") from error
         words = _listed(fields)
-        if not words or not all(isinstance(word, str | bytes) for word in words):
+        if not 0 < len(words) <= MOST_WORDS or not all(isinstance(word, str | bytes) for word in words):
             raise EncodeError(message, _RULE)
         return words
 

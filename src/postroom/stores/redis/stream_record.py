@@ -23,6 +23,8 @@ Unmarshal: TypeAlias = Callable[[Fields], Message]
 #: Names entries that do not say which message they hold.
 _ENTRIES: Final = UUID("6e5a6d0c-0c1e-4d0b-9f1a-3f1d2c7b8a55")
 _USUAL: Final[Mapping[str, Any]] = {}
+_TEXTS: Final = ("content_type", "tenant_id", "dedupe_key")
+_LAST: Final = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def marshalled(message: Message) -> dict[str, str | bytes]:
@@ -49,8 +51,11 @@ def marshalled(message: Message) -> dict[str, str | bytes]:
 
 
 def moment(arrived: int) -> datetime:
-    """Return the moment that is so many microseconds after the epoch."""
-    return datetime.fromtimestamp(arrived / 1_000_000, UTC)
+    """Return the moment that is so many microseconds after the epoch, or the last that there is.
+
+    The ids of a stream never go back: after one of somebody else's that is far ahead, all that follow are.
+    """
+    return datetime.fromtimestamp(min(max(arrived, 0) / 1_000_000, _LAST), UTC)
 
 
 def unmarshalled(fields: Fields, namespace: str, attempt: int, token: int, arrived: int) -> Message:
@@ -80,21 +85,22 @@ def unmarshalled(fields: Fields, namespace: str, attempt: int, token: int, arriv
         )
     except KeyError as error:
         raise DecodeError(f"the entry has no field {error.args[0].decode()}") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DecodeError(f"the entry cannot be read ({type(error).__name__})") from None
 
 
 def _attributes(text: bytes) -> Mapping[str, Any]:
-    """Return what was said in JSON; whoever wrote it, headers are texts."""
+    """Return what was said in JSON; whoever wrote it, all of it is texts."""
     told: object = json.loads(text)
     if not isinstance(told, dict):
         raise TypeError("it is no object")
     attributes = cast("dict[str, Any]", told)
     headers: object = attributes.get("headers") or {}
-    if not isinstance(headers, dict) or not all(
-        isinstance(text, str) for text in cast("dict[str, Any]", headers).values()
-    ):
-        raise TypeError("its headers are no texts")
+    if not isinstance(headers, dict):
+        raise TypeError("its headers are none")
+    texts = [attributes[name] for name in _TEXTS if attributes.get(name) is not None]
+    if not all(isinstance(text, str) for text in [*texts, *cast("dict[str, Any]", headers).values()]):
+        raise TypeError("its attributes are no texts")
     return attributes
 
 

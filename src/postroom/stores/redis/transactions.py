@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -130,7 +129,7 @@ class RedisTransactions:
                 recorder.close()
             await self._commit(recorder, transaction)
         except BaseException:
-            await self._undo(recorder)
+            await recorder.give_up()
             raise
         finally:
             await recorder.end()
@@ -217,21 +216,13 @@ class RedisTransactions:
             case _:
                 raise CommitRefusedError(" ".join(answer[1:]))
 
-    async def _undo(self, recorder: Recorder) -> None:
-        """Give the claim up, so that the message may be handled again at once; if that fails, its lease ends it."""
-        with contextlib.suppress(StoreError):
-            if recorder.mark is not None and (recorder.mark.is_claimed or recorder.is_in_doubt):
-                await drop(self.client, recorder.mark)
-            if recorder.literal is not None:
-                await self.client.call(self.client.foreign.delete(recorder.literal))
-
 
 @asynccontextmanager
-async def _forgetting(forget: Callable[[], None]) -> AsyncGenerator[None]:
+async def _forgetting(forget: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
     try:
         yield
     except BaseException:
-        forget()
+        await forget()
         raise
 
 

@@ -30,8 +30,9 @@ if state == 'done:' .. token then return { 'OK' } end
 if state:find('partial:' .. token, 1, true) == 1 then return { 'PARTIAL', state:match('^%S* ?(.*)$') } end
 if state ~= expected then return { 'FENCED' } end
 
--- What keys and fields will hold by the time a command comes, as far as this transaction changes them.
-local kinds, values, is_new = {}, {}, {}
+-- What keys and fields will hold by the time a command comes, as far as this transaction changes them; and of which keys
+-- it is not known whether they will be there.
+local kinds, values, is_new, is_unsure = {}, {}, {}, {}
 
 local function kind_of(key)
   kinds[key] = kinds[key] or redis.call('TYPE', key).ok
@@ -39,7 +40,7 @@ local function kind_of(key)
 end
 
 local function become(key, new_kind)
-  kinds[key], values[key], is_new[key] = new_kind, {}, true
+  kinds[key], values[key], is_new[key], is_unsure[key] = new_kind, {}, true, nil
 end
 
 local function note(key, field, value)
@@ -47,22 +48,29 @@ local function note(key, field, value)
   values[key][field or 1] = value
 end
 
+-- What is longer than any integer is none, and may be too long to be looked at.
+local LONGEST, TEXT = 20, 'a text'
+
 local function value_of(key, field)
   local known = values[key] and values[key][field or 1]
   if known ~= nil then return known end
   if is_new[key] or kind_of(key) == 'none' then return false end
-  if field then return redis.call('HGET', key, field) end
-  return redis.call('GET', key)
+  if field then return redis.call('HSTRLEN', key, field) > LONGEST and TEXT or redis.call('HGET', key, field) end
+  return redis.call('STRLEN', key) > LONGEST and TEXT or redis.call('GET', key)
 end
 
 local function is_integer(value)
   if not value or value == '0' then return true end
-  local digits = value:match('^%-?([1-9]%d*)$')
-  return digits and (#digits < 19 or #digits == 19 and digits <= '9223372036854775807')
+  local sign, digits = value:match('^(%-?)([1-9]%d*)$')
+  local most = sign == '-' and '9223372036854775808' or '9223372036854775807'
+  return digits and (#digits < 19 or #digits == 19 and digits <= most)
 end
 
--- What each command does to that; the others only need their key to hold the right kind of value.
+-- What each command does to that, and what is wrong with it, nothing if it can be applied; the others only need their key
+-- to hold the right kind of value.
 local foresee = {}
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + clock[2] / 1000
 
 function foresee.DEL(words)
   for number = 2, #words do become(words[number], 'none') end
@@ -73,7 +81,11 @@ foresee.UNLINK = foresee.DEL
 function foresee.SET(words)
   local is_there = kind_of(words[2]) ~= 'none'
   for number = 4, #words do
-    if words[number] == 'NX' and is_there or words[number] == 'XX' and not is_there then return end
+    local word = words[number]
+    if (word == 'NX' or word == 'XX') and is_unsure[words[2]] then
+      return 'it cannot be foreseen whether it will be there when SET comes'
+    end
+    if word == 'NX' and is_there or word == 'XX' and not is_there then return end
   end
   become(words[2], 'string')
   note(words[2], nil, words[3])
@@ -89,16 +101,43 @@ end
 
 function foresee.HDEL(words)
   for number = 3, #words do note(words[2], words[number], false) end
+  is_unsure[words[2]] = true -- what is empty then is gone
+end
+
+function foresee.SREM(words)
+  is_unsure[words[2]] = true
+end
+
+foresee.ZREM = foresee.SREM
+
+function foresee.ZADD(words)
+  if words[3] == 'XX' then is_unsure[words[2]] = true end -- it makes no key
+end
+
+-- A time that is over deletes the key at once.
+local function expiring(unit, since)
+  return function(words)
+    if words[3] * unit + since <= now then become(words[2], 'none') end
+  end
+end
+
+foresee.EXPIRE, foresee.PEXPIRE = expiring(1000, now), expiring(1, now)
+foresee.EXPIREAT, foresee.PEXPIREAT = expiring(1000, 0), expiring(1, 0)
+
+local function adding(name, value)
+  if not is_integer(value) then return 'what ' .. name .. ' would add to is no integer' end
 end
 
 function foresee.HINCRBY(words)
-  if not is_integer(value_of(words[2], words[3])) then return words[2] end
+  local wrong = adding(words[1], value_of(words[2], words[3]))
   note(words[2], words[3], '0')
+  return wrong
 end
 
 function foresee.INCRBY(words)
-  if not is_integer(value_of(words[2])) then return words[2] end
+  local wrong = adding(words[1], value_of(words[2]))
   note(words[2], nil, '0')
+  return wrong
 end
 
 foresee.DECRBY = foresee.INCRBY
@@ -119,8 +158,8 @@ for number = 1, tonumber(take()) do
   end
   if not is_allowed(unpack(words)) then return { 'NOPERM', words[2], words[1] } end
   if is_made == '+' and there == 'none' then kinds[words[2]] = needed end
-  local bad = foresee[words[1]] and foresee[words[1]](words)
-  if bad then return { 'BADVALUE', bad, 'what ' .. words[1] .. ' would add to is no integer' } end
+  local wrong = foresee[words[1]] and foresee[words[1]](words)
+  if wrong then return { 'BADVALUE', words[2], wrong } end
   commands[number] = words
 end
 local outboxes = {}

@@ -87,12 +87,19 @@ local function drop(entry)
   redis.call('HDEL', notes, entry)
 end
 
+-- What a script can hand on to one command. No message of ours has half as many words; an entry of somebody else's may.
+local MOST = 7900
+
 -- End an entry that is held: what it says goes to the dead ones, with the reason.
 local function bury(entry, count, reason)
   local note = note_of(entry)
   local attempts = count - note[RELEASED]
   local found = redis.call('XRANGE', stream, entry, entry)[1]
   local fields = found and found[2] or {}
+  if #fields > MOST then
+    reason = reason .. ' (of its ' .. #fields / 2 .. ' fields the first ' .. MOST / 2 .. ' are kept)'
+    fields = { unpack(fields, 1, MOST) }
+  end
   for _, word in ipairs({ 'postroom:entry', entry, 'postroom:attempts', attempts, 'postroom:error', reason }) do
     fields[#fields + 1] = word
   end

@@ -1,5 +1,6 @@
 -- Have dead messages tried again from their first attempt on, the oldest first, each as a new entry of the stream.
--- ARGV: the group, and how many at most. Answers how many there were.
+-- ARGV: the group, and how many at most. Answers how many will be tried, and how many were looked at.
+local OURS = { ['postroom:entry'] = true, ['postroom:attempts'] = true, ['postroom:error'] = true, ['postroom:time'] = true }
 local found = redis.call('XRANGE', dead, '-', '+', 'COUNT', ARGV[2])
 local count = 0
 for _, one in ipairs(found) do
@@ -7,7 +8,7 @@ for _, one in ipairs(found) do
   for number = 1, #one[2], 2 do
     local name, value = one[2][number], one[2][number + 1]
     if name == 'postroom:entry' then entry = value end
-    if name:sub(1, 9) ~= 'postroom:' then fields[#fields + 1], fields[#fields + 2] = name, value end
+    if not OURS[name] then fields[#fields + 1], fields[#fields + 2] = name, value end
   end
   -- Of an entry that was deleted nothing is left to be tried.
   if #fields > 0 then
@@ -17,4 +18,4 @@ for _, one in ipairs(found) do
   redis.call('XDEL', dead, one[1])
   if entry then redis.call('HDEL', graves, entry) end
 end
-return count
+return { count, #found }

@@ -92,7 +92,8 @@ local function put_back(entry, count, outcome, delay, reason, topic, tenant)
     note[REASON], note[DUE] = reason, now + delay
   else
     note[RELEASED] = note[RELEASED] + 1
-    if delay > 0 then note[DUE] = now + delay end
+    -- The clock may have been ahead when it came, and was put right since.
+    note[DUE] = delay > 0 and now + delay or math.min(note[DUE], now)
   end
   note[TOPIC], note[TENANT] = topic_number(topic), tenant
   local held = redis.call('XCLAIM', stream, group, WAITING, 0, entry, 'RETRYCOUNT', count, 'JUSTID')
