@@ -32,6 +32,7 @@ from ...decisions import (
 from ...errors import ConfigurationError
 from ...outbox import Addition, Outbox
 from .keys import Keys
+from .pipelines import refuse_unless_it_queues
 from .scripts import Script, composed, function, source
 
 __all__ = ["NO_PIPELINE", "Asking", "ask", "ask_async", "asking", "ticket_keys"]
@@ -128,6 +129,7 @@ def _is_queueing(connection: Foreign, asking: Asking) -> bool:
     is_queueing = hasattr(connection, "execute")
     if is_queueing and not isinstance(asking.question, Schedule):
         raise ConfigurationError(NO_PIPELINE)
+    refuse_unless_it_queues(connection, "schedule()")
     return is_queueing
 
 

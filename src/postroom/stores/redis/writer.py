@@ -17,6 +17,7 @@ from ...outbox import Added, Addition, Outbox
 from ...writer import Writer
 from .decisions import ask, ask_async, asking
 from .keys import Keys, dedupe_field, lane
+from .pipelines import refuse_unless_it_queues
 from .record import packed
 from .scripts import script
 from .stream_outbox import StreamOutbox
@@ -68,7 +69,8 @@ def _added(additions: Sequence[Addition], answers: Sequence[bytes | str]) -> lis
 
 
 def _is_queueing(connection: Foreign) -> bool:
-    """Tell whether a connection is a pipeline, which answers later."""
+    """Tell whether a connection is a pipeline, which answers later; refuse one that would not."""
+    refuse_unless_it_queues(connection, "add()")
     return any(base.__name__ in {"Pipeline", "ClusterPipeline", "Recorder"} for base in type(connection).__mro__)
 
 
