@@ -29,7 +29,6 @@ from postroom.errors import (
     PartlyAppliedError,
     StoreAuthenticationError,
     StoreContentionError,
-    StoreError,
     StoreUnavailableError,
     TransactionClosedError,
 )

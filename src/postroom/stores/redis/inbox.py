@@ -134,7 +134,9 @@ class RecorderWriter:
             StoreUnavailableError: It was handled, and that may be lost all the same.
         """
         is_new = await self._claim(connection, _of_redis(inbox), message)
-        return is_new or not await _known_to_be_safe(connection)
+        if not is_new:
+            await _make_sure(connection)
+        return is_new
 
     async def _claim(self, connection: Recorder, inbox: RedisInbox, message: Message) -> bool:
         client, key = connection.client, inbox.key(connection.tag, message)
@@ -175,7 +177,9 @@ class RecorderWriter:
         if word == b"partial":
             raise QuarantinedError(key, rest.partition(b" ")[2].decode(errors="replace"))
         was_handled = state is not None and word != b"p"
-        return was_handled and await _known_to_be_safe(connection)
+        if was_handled:
+            await _make_sure(connection)
+        return was_handled
 
     async def purge_inbox(self, connection: Recorder, inbox: Inbox, limit: int) -> int:
         """Do nothing: the server forgets by itself."""
@@ -193,11 +197,10 @@ class RecorderWriter:
         raise ConfigurationError(NO_PIPELINE)
 
 
-async def _known_to_be_safe(connection: Recorder) -> bool:
-    """Wait until the effect of an earlier transaction is safe: whoever skips a message has it acknowledged."""
+async def _make_sure(connection: Recorder) -> None:
+    """Wait until what an earlier transaction did is safe: whoever skips a message has it acknowledged."""
     if connection.assure is not None:
         await connection.assure()
-    return True
 
 
 def _next_look(lease: timedelta, left: int) -> timedelta:
@@ -206,9 +209,12 @@ def _next_look(lease: timedelta, left: int) -> timedelta:
     After as long as it was held already, so that a handler that is quick is not waited for long, and one that takes
     its time is not asked all the time; and not after the end of its lease.
     """
-    rest = lease if left < 0 else timedelta(milliseconds=left)
-    held = lease if left < 0 else lease - rest
-    return min(max(held, min(_SOON, lease / PER_LEASE)), rest) * random.uniform(1, 1 + _JITTER)
+    if left < 0:
+        delay = lease
+    else:
+        rest = timedelta(milliseconds=max(left, 1))
+        delay = min(max(lease - rest, min(_SOON, lease / PER_LEASE)), rest)
+    return delay * random.uniform(1, 1 + _JITTER)
 
 
 def _of_redis(inbox: Inbox) -> RedisInbox:

@@ -102,7 +102,7 @@ class RedisWriter(_NoInbox):
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
-            answer = connection.eval(*call)
+            answer = connection.execute_command("EVAL", *call)
             answers += [] if is_queueing else answer
         if is_queueing:
             return _hoped(additions)
@@ -138,7 +138,7 @@ class AsyncRedisWriter(_NoInbox):
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
-            answer = connection.eval(*call)
+            answer = connection.execute_command("EVAL", *call)
             if not is_queueing:
                 answers += await answer
             elif asyncio.iscoroutine(answer):
