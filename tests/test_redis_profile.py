@@ -28,6 +28,8 @@ from postroom.testing.waiting import until
 
 PREFIX = "postroom_outbox:{shop}"
 SHORT = timedelta(milliseconds=200)
+#: What a disk may take that has much else to do.
+LONG = timedelta(seconds=9)
 USUAL = {
     "appendonly": "yes",
     "appendfsync": "always",
@@ -142,7 +144,7 @@ class TestDurable:
 
         checked = await check(client, "durable")
         await client.foreign.set("order", "42")
-        await confirm(client, checked, prefix=PREFIX)
+        await confirm(client, checked, prefix=PREFIX, patience=LONG)
         private_valkey.kill9()
         private_valkey.start()
 
@@ -282,7 +284,7 @@ class TestReplicated:
         client = connect(pair.dsn)
 
         checked = await check(client, "replicated")
-        await confirm(client, checked, prefix=PREFIX)
+        await confirm(client, checked, prefix=PREFIX, patience=LONG)
         configure(pair.primary, appendfsync="no")
 
         assert checked.waits == ("WAITAOF", "WAIT")
@@ -470,7 +472,7 @@ class TestConfirmation:
     async def test_leaves_nothing_behind_for_long(self, private_valkey: ValkeyServer, connect: Connect) -> None:
         configure(private_valkey, appendfsync="everysec")
         client = connect(private_valkey.dsn)
-        await confirm(client, await check(client, "durable"), prefix=PREFIX)
+        await confirm(client, await check(client, "durable"), prefix=PREFIX, patience=LONG)
 
         [left] = cast("list[str]", private_valkey.client.ask("KEYS", "*"))
 
