@@ -96,6 +96,7 @@ class StoreOptions:
     table: str
     inbox: str
     schema: str | None
+    profile: str | None
 
     def make(self, *, may_create: bool = False, **settings: timedelta) -> Store:
         """Return the store, not yet opened."""
@@ -103,9 +104,9 @@ class StoreOptions:
         if path != self.url and not may_create and not Path(path).exists():
             # To open it would leave an empty file behind where somebody mistyped a name.
             raise StoreUnavailableError(f"{path} does not exist; `postroom schema apply` creates it")
-        store = open_url(
-            self.url, namespace=self.namespace, table=self.table, inbox=self.inbox, schema=self.schema, **settings
-        )
+        names = {"namespace": self.namespace, "table": self.table, "inbox": self.inbox, "schema": self.schema}
+        promise = {} if self.profile is None else {"profile": self.profile}
+        store = open_url(self.url, **names, **promise, **settings)
         if isinstance(store, MemoryStore):
             raise ConfigurationError("a memory: store lives in the process that made it; name a database")
         return store
@@ -136,12 +137,16 @@ def store_options(command: Callable[..., R]) -> Callable[..., R]:
         table: str,
         inbox: str,
         schema: str | None,
+        profile: str | None,
         **rest: Any,  # noqa: ANN401
     ) -> R:
-        chosen = StoreOptions(url=store, namespace=namespace, table=table, inbox=inbox, schema=schema)
+        chosen = StoreOptions(url=store, namespace=namespace, table=table, inbox=inbox, schema=schema, profile=profile)
         return command(*args, store_options=chosen, **rest)
 
-    with_table = table_options(with_store)
+    with_profile = option(
+        "--profile", metavar="NAME", help="What a Redis has to promise: durable (as by default), replicated, volatile."
+    )(with_store)
+    with_table = table_options(with_profile)
     with_namespace = option("--namespace", default=DEFAULT_NAMESPACE, help="Whose messages.")(with_table)
     return option(
         "--store",

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     _proof: list[type[Store]] = [MemoryStore, MySQLStore, PostgresStore, RedisStore, SQLiteStore]
 
 ACCEPTED = "postgresql://…, postgresql+psycopg://…, mysql://…, mariadb://…, sqlite:///file, redis://…, memory:"
-#: What is said of tables only.
+#: What is said of tables only, and what of servers only that may forget.
 _OF_TABLES = frozenset({"schema", "inbox"})
+_OF_REDIS = frozenset({"profile", "replicas"})
+_REDIS = frozenset({"redis", "rediss", "unix"})
 
 
 def open_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisStore:  # noqa: ANN401 -- those of the store's constructor
@@ -30,6 +32,8 @@ def open_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisStore:  
         SQLiteStore(namespace='shop', table='postroom_outbox')
     """
     scheme, _, rest = url.partition(":")
+    foreign = _OF_TABLES if scheme in _REDIS else _OF_REDIS
+    options = {name: value for name, value in options.items() if name not in foreign}
     match scheme:
         case "postgresql" | "postgres" | "postgresql+asyncpg":
             return PostgresStore(url, **options)
@@ -41,10 +45,10 @@ def open_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisStore:  
         case "sqlite" if rest.startswith("///"):
             options.pop("schema", None)
             return SQLiteStore(rest.removeprefix("///"), **options)
-        case "redis" | "rediss" | "unix":
+        case _ if scheme in _REDIS:
             from .redis import RedisStore  # noqa: PLC0415 -- an extra
 
-            return RedisStore(url, **{name: value for name, value in options.items() if name not in _OF_TABLES})
+            return RedisStore(url, **options)
         case "memory":
             return MemoryStore(namespace=options.get("namespace", "default"))
         case _:

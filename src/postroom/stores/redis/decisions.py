@@ -32,6 +32,7 @@ from ...decisions import (
 from ...errors import ConfigurationError
 from ...outbox import Addition, Outbox
 from .keys import Keys
+from .pipelines import refuse_unless_it_queues
 from .scripts import Script, composed, function, source
 from .stream_outbox import StreamOutbox
 
@@ -137,6 +138,7 @@ def _is_queueing(connection: Foreign, asking: Asking) -> bool:
     is_queueing = hasattr(connection, "execute")
     if is_queueing and not isinstance(asking.question, Schedule):
         raise ConfigurationError(NO_PIPELINE)
+    refuse_unless_it_queues(connection, "schedule()")
     return is_queueing
 
 

@@ -16,7 +16,7 @@ from ...outbox import Added, Addition, Outbox
 from ...writer import Writer
 from .decisions import NO_PIPELINE
 from .keys import Keys
-from .marks import Mark, Renewal, milliseconds
+from .marks import PER_LEASE, Mark, Renewal, milliseconds
 from .record import packed
 from .recorder import Recorder
 from .scripts import alone
@@ -29,7 +29,9 @@ RedisMode: TypeAlias = Mode | Literal["setnx_may_lose_messages"]
 
 SETNX: Final = "setnx_may_lose_messages"
 DAY: Final = timedelta(days=1)
-#: How much longer than a lease somebody waits for its end, so that not all come at once.
+#: When a message that somebody has is looked at for the first time.
+_SOON: Final = timedelta(milliseconds=250)
+#: How much longer everybody waits, so that not all come at once.
 _JITTER: Final = 0.25
 
 
@@ -65,7 +67,7 @@ class RedisInbox(Inbox):
             table: What its keys begin with.
             mode: As for every `Inbox`. Besides, ``setnx_may_lose_messages`` marks a message as handled before it is,
                 so that a crash of its handler loses it, and a redelivery meanwhile is acknowledged.
-            retention: How long a message is remembered; a day unless it is more than zero.
+            retention: How long a message is remembered.
             redelivery_horizon: For how long after its first delivery a message may come again.
             lease: How long a message stays claimed by one who has crashed. It is renewed while a handler runs.
             longest: For how long it is renewed.
@@ -81,7 +83,7 @@ class RedisInbox(Inbox):
             consumer,
             table=table,
             mode="pessimistic" if mode == SETNX else mode,
-            retention=retention if retention > timedelta(0) else DAY,
+            retention=retention,
             redelivery_horizon=redelivery_horizon,
         )
         self.lease = lease
@@ -129,9 +131,15 @@ class RecorderWriter:
         Raises:
             MessageBusyError: Somebody else has it.
             QuarantinedError: A part of its effect was applied before.
+            StoreUnavailableError: It was handled, and that may be lost all the same.
         """
-        inbox, client = _of_redis(inbox), connection.client
-        key = inbox.key(connection.tag, message)
+        is_new = await self._claim(connection, _of_redis(inbox), message)
+        if not is_new:
+            await _make_sure(connection)
+        return is_new
+
+    async def _claim(self, connection: Recorder, inbox: RedisInbox, message: Message) -> bool:
+        client, key = connection.client, inbox.key(connection.tag, message)
         if inbox.is_literal:
             is_new = await client.call(client.foreign.set(key, "1", nx=True, px=milliseconds(inbox.retention)))
             connection.literal = key if is_new else None
@@ -149,8 +157,7 @@ class RecorderWriter:
         connection.mark = None
         match answer:
             case [b"BUSY", int(left)]:
-                rest = inbox.lease if left < 0 else timedelta(milliseconds=left)
-                raise MessageBusyError(rest + random.uniform(0, _JITTER) * min(inbox.lease, rest))
+                raise MessageBusyError(_next_look(inbox.lease, left))
             case [b"QUARANTINED", why]:
                 raise QuarantinedError(key, why.decode(errors="replace"))
             case _:
@@ -161,6 +168,7 @@ class RecorderWriter:
 
         Raises:
             QuarantinedError: A part of its effect was applied before.
+            StoreUnavailableError: It was handled, and that may be lost all the same.
         """
         inbox, client = _of_redis(inbox), connection.client
         key = inbox.key(connection.tag, message)
@@ -168,7 +176,10 @@ class RecorderWriter:
         word, _, rest = (state or b"").partition(b":")
         if word == b"partial":
             raise QuarantinedError(key, rest.partition(b" ")[2].decode(errors="replace"))
-        return state is not None and word != b"p"
+        was_handled = state is not None and word != b"p"
+        if was_handled:
+            await _make_sure(connection)
+        return was_handled
 
     async def purge_inbox(self, connection: Recorder, inbox: Inbox, limit: int) -> int:
         """Do nothing: the server forgets by itself."""
@@ -184,6 +195,26 @@ class RecorderWriter:
     def ask(self, connection: Recorder, outbox: Outbox, question: Question) -> object:
         """Refuse: what a script answers is known when the transaction is over."""
         raise ConfigurationError(NO_PIPELINE)
+
+
+async def _make_sure(connection: Recorder) -> None:
+    """Wait until what an earlier transaction did is safe: whoever skips a message has it acknowledged."""
+    if connection.assure is not None:
+        await connection.assure()
+
+
+def _next_look(lease: timedelta, left: int) -> timedelta:
+    """Return when to look again at a message that somebody has for so many milliseconds, -1 for no end.
+
+    After as long as it was held already, so that a handler that is quick is not waited for long, and one that takes
+    its time is not asked all the time; and not after the end of its lease.
+    """
+    if left < 0:
+        delay = lease
+    else:
+        rest = timedelta(milliseconds=max(left, 1))
+        delay = min(max(lease - rest, min(_SOON, lease / PER_LEASE)), rest)
+    return delay * random.uniform(1, 1 + _JITTER)
 
 
 def _of_redis(inbox: Inbox) -> RedisInbox:

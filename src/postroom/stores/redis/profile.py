@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 import redis.exceptions
 
-from ...errors import ConfigurationError, StoreAuthenticationError, StoreError, StoreUnavailableError
+from ...errors import (
+    ConfigurationError,
+    ReadOnlyStoreError,
+    StoreAuthenticationError,
+    StoreError,
+    StoreUnavailableError,
+)
+from ...store import Claim, Release, Settlement
 from .client import Client
 
-__all__ = ["Checked", "Profile", "check_profile", "confirm"]
+__all__ = ["Assurance", "Checked", "Profile", "Wait", "check_profile", "confirm"]
 
 #: ``durable``: what was stored survives a crash of the server. ``replicated``: replicas have it as well.
 #: ``volatile``: everything may be lost with the server.
 Profile: TypeAlias = Literal["durable", "replicated", "volatile"]
+#: What is waited for: the disk of the server, or its replicas.
+Wait: TypeAlias = Literal["WAITAOF", "WAIT"]
 
 # Clients of the library have no type that both kinds share.
 Foreign = Any
 
-PATIENCE: Final = timedelta(seconds=5)
+#: How long disks or replicas may take; less than the library lets a connection be silent by itself.
+PATIENCE: Final = timedelta(seconds=3)
 _MILLISECOND: Final = timedelta(milliseconds=1)
 #: How long a server may take to show that it can wait; it need not have got there.
 _PROBE: Final = timedelta(milliseconds=500)
@@ -45,8 +56,8 @@ class Checked:
     """
 
     profile: Profile
-    #: The command that waits; empty if the answer to the commit itself says enough.
-    wait: Literal["", "WAIT", "WAITAOF"] = ""
+    #: The commands that wait, one after another; none if the answer to the commit itself says enough.
+    waits: tuple[Wait, ...] = ()
     #: How many replicas are to have what was stored.
     replicas: int = 0
     #: Which run of which server was checked; empty if it would not say.
@@ -54,26 +65,97 @@ class Checked:
     #: What would have been looked at, and could not be seen.
     unseen: tuple[str, ...] = ()
 
-    def words(self, patience: timedelta = PATIENCE) -> Sequence[str | int]:
-        """Return the command that waits, for the end of a pipeline that commits; nothing where none is needed."""
-        within = max(patience // _MILLISECOND, 1)  # zero would mean without an end
-        match self.wait:
-            case "WAITAOF":
-                return "WAITAOF", 1, 0, within
-            case "WAIT":
-                return "WAIT", self.replicas, within
-            case _:
-                return ()
 
-    def judge(self, answer: Foreign) -> None:
-        """Accept what the server answered to `words`.
+class Assurance:
+    """Holds a server to its profile: looks at it when somebody begins, and again after a promise was not kept.
+
+    Whoever stores something takes what is `known` before, and has it confirmed after.
+    """
+
+    def __init__(self, client: Client, profile: Profile, *, prefix: str, replicas: int, timeout: timedelta) -> None:
+        _check_arguments(profile, replicas)
+        self._client = client
+        self._profile: Profile = profile
+        self._prefix = prefix
+        self._replicas = replicas
+        # A call has to wait twice at the most, and to answer before it is given up.
+        self._patience = min(PATIENCE, timeout / 3)
+        self._checked: Checked | None = None
+        self._has_begun = False
+
+    async def known(self) -> Checked:
+        """Return what was found out about the server, which is asked unless it was before.
 
         Raises:
-            StoreUnavailableError: Too few have what was stored, or have not said so in time.
+            ConfigurationError: It does not keep what the profile promises, and never did.
+            StoreError: It does not do so any more, or could not be asked.
         """
-        found, wanted, who = (answer[0], 1, "disks") if self.wait == "WAITAOF" else (answer, self.replicas, "replicas")
-        if found < wanted:
-            raise StoreUnavailableError(f"{found} of {wanted} {who} confirmed in time ({self.wait}); {_MAYBE}")
+        if self._checked is not None:
+            return self._checked
+        try:
+            return await self.check()
+        except ConfigurationError as error:
+            if not self._has_begun:
+                raise
+            # A replica may come back, a setting be put right: that is worth to wait for, as for a server that is down.
+            raise StoreUnavailableError(str(error)) from error
+
+    async def check(self) -> Checked:
+        """Ask the server anew whether it keeps what the profile promises.
+
+        Raises:
+            ConfigurationError: It does not; the message says why, and what to do.
+            StoreError: The server could not be asked, or is a replica.
+        """
+        checked = await check_profile(self._client, self._profile, prefix=self._prefix, replicas=self._replicas)
+        if self._profile == "volatile" and not self._has_begun:
+            _logger.warning(
+                "messages may be lost with the server, since the profile is volatile",
+                extra={"place": self._client.place, "prefix": self._prefix},
+            )
+        self._checked, self._has_begun = checked, True
+        return checked
+
+    @asynccontextmanager
+    async def confirmed(self, prefix: str) -> AsyncGenerator[None]:
+        """Have what is stored in a block, under keys with a prefix, be safe at its end."""
+        checked = await self.known()
+        yield
+        await self.confirm(checked, prefix)
+
+    async def claimed(
+        self,
+        claim: Callable[[], Awaitable[list[Claim]]],
+        settle: Callable[[Sequence[Settlement]], Awaitable[object]],
+        prefix: str,
+    ) -> list[Claim]:
+        """Claim messages, and return them once it is safe that they are there; or have them given back."""
+        checked = await self.known()
+        claims = await claim()
+        if not claims:
+            return claims
+        try:
+            await self.confirm(checked, prefix)
+        except StoreError:
+            # Otherwise they would wait for the end of their leases, and have spent an attempt.
+            with suppress(StoreError):
+                await settle([Settlement(claim, Release()) for claim in claims])
+            raise
+        return claims
+
+    async def confirm(self, checked: Checked, prefix: str) -> None:
+        """Wait until everything that was answered since it was `known` is as safe as the profile says.
+
+        Raises:
+            StoreUnavailableError: That is not certain, so nothing may be acknowledged.
+        """
+        if not checked.waits:
+            return
+        try:
+            await confirm(self._client, checked, prefix=prefix, patience=self._patience)
+        except StoreError:
+            self._checked = None  # it may be another server by now
+            raise
 
 
 async def check_profile(client: Client, profile: Profile, *, prefix: str, replicas: int = 1) -> Checked:
@@ -87,13 +169,12 @@ async def check_profile(client: Client, profile: Profile, *, prefix: str, replic
 
     Raises:
         ConfigurationError: A setting does not keep the promise; the message says which, and what to do.
-        StoreError: The server could not be asked.
+        StoreError: The server could not be asked, or is a replica.
     """
-    if profile not in get_args(Profile):
-        raise ConfigurationError(f"profile={profile!r} is unknown; pass one of {', '.join(get_args(Profile))}")
-    if replicas < 1:
-        raise ConfigurationError(f"replicas={replicas} must be positive; for none pass profile='durable'")
+    _check_arguments(profile, replicas)
     facts = await _facts(await _Node.of(client, prefix), profile, replicas)
+    if facts.get("role", "master") != "master":
+        raise ReadOnlyStoreError(f"{client.place} is a replica; connect to the primary")
     if refusals := "; ".join(_refusals(profile, facts, replicas)):
         raise ConfigurationError(f"{client.place} does not keep the promise of profile={profile!r}: {refusals}")
     checked = _checked(profile, facts, replicas)
@@ -121,18 +202,32 @@ async def confirm(client: Client, checked: Checked, *, prefix: str, patience: ti
     Raises:
         StoreUnavailableError: It is not certain that what was stored is safe. Check the profile again before the next.
     """
-    words = checked.words(patience)
-    if not words:
+    if not checked.waits:
         return
+    within = max(patience // _MILLISECOND, 1)  # zero would mean without an end
+    words = {"WAITAOF": ("WAITAOF", 1, 0, within), "WAIT": ("WAIT", checked.replicas, within)}
     trace = ("SET", f"{prefix}:confirmed", "1", "PX", _TRACE // _MILLISECOND)
     try:
         node = await _Node.of(client, prefix)
-        _, answer, info = await node.ask_together(trace, words, ("INFO", "server") if checked.run else ("PING",))
+        who = ("INFO", "server") if checked.run else ("PING",)
+        _, *answers, info = await node.ask_together(trace, *(words[wait] for wait in checked.waits), who)
     except StoreError as error:
         raise StoreUnavailableError(f"{error}; {_MAYBE}") from error
     if checked.run and _text(info["run_id"]) != checked.run:
         raise StoreUnavailableError(f"{client.place} is another server now, or was started again; {_MAYBE}")
-    checked.judge(answer)
+    for wait, answer in zip(checked.waits, answers, strict=True):
+        found, wanted, who_has_it = (
+            (answer[0], 1, "disks") if wait == "WAITAOF" else (answer, checked.replicas, "replicas")
+        )
+        if found < wanted:
+            raise StoreUnavailableError(f"{found} of {wanted} {who_has_it} confirmed in time ({wait}); {_MAYBE}")
+
+
+def _check_arguments(profile: Profile, replicas: int) -> None:
+    if profile not in get_args(Profile):
+        raise ConfigurationError(f"profile={profile!r} is unknown; pass one of {', '.join(get_args(Profile))}")
+    if replicas < 1:
+        raise ConfigurationError(f"replicas={replicas} must be positive; for none pass profile='durable'")
 
 
 class _Node:
@@ -189,7 +284,7 @@ async def _facts(node: _Node, profile: Profile, replicas: int) -> dict[str, str]
             facts |= {"CONFIG": "yes"} | {_text(name): _text(value) for name, value in settings.items()}
     if profile == "replicated":
         facts |= _waited(await node.ask("WAIT", replicas, _PROBE // _MILLISECOND), facts)
-    elif profile == "durable":
+    if profile != "volatile":
         facts |= _waited_for_disk(await node.ask("WAITAOF", 1, 0, _PROBE // _MILLISECOND))
     return facts
 
@@ -220,15 +315,14 @@ def _waited_for_disk(answer: Foreign) -> dict[str, str]:
 
 
 def _refusals(profile: Profile, facts: Mapping[str, str], replicas: int) -> Iterator[str]:
-    if facts.get("role", "master") != "master":
-        yield _refusal(facts, "role", "master", "connect to the primary")
     has_room = facts.get("maxmemory") == "0"
     if not has_room and facts.get("maxmemory-policy", "noeviction") != "noeviction":
         remedy = "set it, or set maxmemory to 0: when memory is full the server would delete messages"
         yield _refusal(facts, "maxmemory-policy", "noeviction", remedy)
-    if profile == "durable":
+    if profile != "volatile":
+        # Also with replicas: a server that is started again without its data has them forget theirs.
         yield from _about_disk(facts)
-    elif profile == "replicated":
+    if profile == "replicated":
         yield from _about_replicas(facts, replicas)
 
 
@@ -263,20 +357,22 @@ def _skips_fsync(facts: Mapping[str, str]) -> bool:
 
 
 def _checked(profile: Profile, facts: Mapping[str, str], replicas: int) -> Checked:
-    wait: Literal["", "WAIT", "WAITAOF"] = ""
+    waits: list[Wait] = []
     needed = ["role", "maxmemory-policy"]
-    if profile == "replicated":
-        needed += ["connected replicas"]
-        wait = "WAIT" if "WAIT" in facts else ""
-    elif profile == "durable":
+    if profile != "volatile":
         needed += ["appendonly"]
         is_written_at_once = facts.get("appendfsync") == "always" and not _skips_fsync(facts)
-        wait = "WAITAOF" if "WAITAOF" in facts and not is_written_at_once else ""
-        needed += [] if wait else ["appendfsync"]
-    needed += ["run"] if wait else []
+        if "WAITAOF" in facts and not is_written_at_once:
+            waits += ["WAITAOF"]
+        else:
+            needed += ["appendfsync"]
+    if profile == "replicated":
+        needed += ["connected replicas"]
+        waits += ["WAIT"] if "WAIT" in facts else []
+    needed += ["run"] if waits else []
     return Checked(
         profile=profile,
-        wait=wait,
+        waits=tuple(waits),
         replicas=replicas if profile == "replicated" else 0,
         run=facts.get("run", ""),
         unseen=tuple(name for name in needed if name not in facts),

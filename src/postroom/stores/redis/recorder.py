@@ -88,6 +88,8 @@ class Recorder(AsyncCoreCommands):
         self.literal: str | None = None
         #: Whether a commit was sent and no answer has come.
         self.is_in_doubt: bool = False
+        #: Waits until what was committed before is as safe as it was promised to be; None if it is so at once.
+        self.assure: Callable[[], Awaitable[None]] | None = None
         self.after_commit: list[Callable[[], object]] = []
 
     @property

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
@@ -18,6 +20,7 @@ from .client import Client
 from .decisions import ticket_keys, ticket_script
 from .inbox import RedisInbox
 from .keys import Keys
+from .profile import Profile
 from .record import unpacked
 from .scripts import Script, script
 from .transactions import RedisTransactions
@@ -62,13 +65,15 @@ class RedisStore:
         RedisStore(namespace='shop', table='postroom_outbox')
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
         self,
         server: Any,  # noqa: ANN401 -- a URL, or a client whose library is an extra
         *,
         namespace: str = DEFAULT_NAMESPACE,
         table: str = "postroom_outbox",
         keep_delivered: timedelta = WEEK,
+        profile: Profile = "durable",
+        replicas: int = 1,
         timeout: timedelta = TIMEOUT,
     ) -> None:
         """Set up a store; no connection is made.
@@ -79,10 +84,15 @@ class RedisStore:
             namespace: Whose messages these are; all of them are in one slot of a cluster.
             table: What all keys begin with.
             keep_delivered: How long delivered messages stay; zero deletes them at once.
+            profile: What the server has to promise, and is asked for when the store opens. ``durable``: what was
+                stored survives a crash of the server. ``replicated``: and replicas have it as well. ``volatile``:
+                everything may be lost with the server.
+            replicas: How many replicas are to have everything, with ``replicated``.
             timeout: How long one call to the server may take.
 
         Raises:
-            ConfigurationError: The client repeats commands by itself, or turns bytes into texts.
+            ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
+                profile.
         """
         if keep_delivered < timedelta(0):
             raise ConfigurationError(f"keep_delivered={keep_delivered} must not be negative")
@@ -92,7 +102,10 @@ class RedisStore:
         self._table = table
         self._keys = Keys(table, namespace)
         self._client = Client(server, timeout=timeout)
-        self._transactions = RedisTransactions(self._client.foreign, tag=namespace, timeout=timeout)
+        self._transactions = RedisTransactions(
+            self._client.foreign, tag=namespace, profile=profile, replicas=replicas, timeout=timeout
+        )
+        self._assurance = self._transactions.assurance
         self._is_open = False
         self._turn = 0
 
@@ -101,9 +114,14 @@ class RedisStore:
         return f"{type(self).__name__}(namespace={self.namespace!r}, table={self._table!r})"
 
     async def open(self) -> bool:
-        """Connect; tell whether the store was closed before."""
+        """Connect, and check that the server keeps its profile; tell whether the store was closed before.
+
+        Raises:
+            ConfigurationError: It does not; the message says which setting or profile to choose.
+        """
         was_closed = not self._is_open
         await self._client.call(self._client.foreign.ping())
+        await self._assurance.check()
         self._is_open = True
         return was_closed
 
@@ -112,8 +130,25 @@ class RedisStore:
         self._is_open = False
         await self._client.close()
 
+    def confirmed(self) -> AbstractAsyncContextManager[None]:
+        """Return a block at whose end everything that was stored in it is as safe as the profile says.
+
+        For whoever adds messages, and then tells somebody else that they are stored. Claims, acknowledgements and
+        transactions wait for that by themselves.
+
+        Raises:
+            StoreUnavailableError: That is not certain.
+        """
+        return self._assurance.confirmed(self._keys.prefix)
+
     async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
-        """Lease what is due, expired leases first, each key from its head on; or one suspect."""
+        """Lease what is due, expired leases first, each key from its head on; or one suspect.
+
+        What is handed out is safe: no message is delivered that a crash of the server would take back.
+        """
+        return await self._assurance.claimed(partial(self._claim, limit, terms), self._settle, self._keys.prefix)
+
+    async def _claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         self._turn += 1
         since = b""
         while True:
@@ -140,7 +175,11 @@ class RedisStore:
         return Claim(message, bool(suspect), broken)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
-        """Record what became of claims; return those that were lost."""
+        """Record what became of claims, safely; return those that were lost."""
+        async with self.confirmed():
+            return await self._settle(settlements)
+
+    async def _settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         lost: list[Claim] = []
         for chunk in _chunks(settlements):
             words = [word for settlement in chunk for word in _words(settlement)]

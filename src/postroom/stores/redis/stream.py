@@ -6,8 +6,10 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 from uuid import uuid4
 
@@ -15,6 +17,7 @@ from ...errors import ConfigurationError, DecodeError, InvalidNameError, StoreEr
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
 from .client import Client
+from .profile import Assurance, Profile
 from .stream_keys import StreamKeys
 from .stream_outbox import StreamOutbox
 from .stream_record import Fields, Marshal, Unmarshal, moment, salvaged, unmarshalled
@@ -71,6 +74,8 @@ class RedisStreamStore:
         keep_delivered: timedelta = timedelta(0),
         marshal: Marshal | None = None,
         unmarshal: Unmarshal | None = None,
+        profile: Profile = "durable",
+        replicas: int = 1,
         timeout: timedelta = TIMEOUT,
     ) -> None:
         """Set up a store; no connection is made.
@@ -86,11 +91,14 @@ class RedisStreamStore:
             keep_delivered: How long it is known which messages were delivered; what they said is deleted at once.
             marshal: Turns a message into the fields of an entry, for `outbox`.
             unmarshal: Turns the fields of an entry into a message; the same fields must always bring the same id.
+            profile: What the server has to promise, and is asked for when the store opens: see `RedisStore`.
+            replicas: How many replicas are to have everything, with ``replicated``.
             timeout: How long one call to the server may take.
 
         Raises:
             InvalidNameError: There can be no stream, group or consumer of that name.
-            ConfigurationError: The client repeats commands by itself, or turns bytes into texts.
+            ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
+                profile.
         """
         if keep_delivered < timedelta(0):
             raise ConfigurationError(f"keep_delivered={keep_delivered} must not be negative")
@@ -107,6 +115,7 @@ class RedisStreamStore:
         self._unmarshal = unmarshal
         self._keys = StreamKeys(table, namespace)
         self._client = Client(server, timeout=timeout)
+        self._assurance = Assurance(self._client, profile, prefix=self._keys.stream, replicas=replicas, timeout=timeout)
         #: Tells this object from an earlier one of the same name, whose claims are to be taken over.
         self._incarnation = uuid4().hex[:8]
         self._is_open = False
@@ -122,8 +131,13 @@ class RedisStreamStore:
         return StreamOutbox(namespace=self.namespace, table=self._table, marshal=self._marshal, wake=wake)
 
     async def open(self) -> bool:
-        """Connect, and make the group if it is not there; tell whether the store was closed before."""
+        """Connect, and make the group if it is not there; tell whether the store was closed before.
+
+        Raises:
+            ConfigurationError: The server does not keep its profile; the message says which setting to choose.
+        """
         was_closed = not self._is_open
+        await self._assurance.check()
         await self._run("open")
         self._is_open = True
         return was_closed
@@ -133,20 +147,34 @@ class RedisStreamStore:
         self._is_open = False
         await self._client.close()
 
+    def confirmed(self) -> AbstractAsyncContextManager[None]:
+        """Return a block at whose end everything that was stored in it is as safe as the profile says.
+
+        For whoever adds messages, and then tells somebody else that they are stored.
+
+        Raises:
+            StoreUnavailableError: That is not certain.
+        """
+        return self._assurance.confirmed(self._keys.stream)
+
     # -- claim -------------------------------------------------------------------------------------------------
 
     async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         """Lease what is due: expired leases first, then what waits for another try, then new entries; or one suspect.
 
         What is not for these terms can only be told once it is read: it is put aside, and no attempt is spent on it.
+        What is handed out is safe: no message is delivered that a crash of the server would take back.
         """
+        return await self._assurance.claimed(partial(self._claims, limit, terms), self._settle_all, self._keys.stream)
+
+    async def _claims(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         self._turn += 1
         since = b""
         while True:
             since, claims = await self._look(limit, terms, since)
             others = [claim for claim in claims if not _is_for(claim.message, terms)] if _is_choosy(terms) else []
             if others:
-                await self.settle([Settlement(claim, Release()) for claim in others])
+                await self._settle_all([Settlement(claim, Release()) for claim in others])
                 claims = [claim for claim in claims if _is_for(claim.message, terms)]
             if claims or not (others or since):
                 return claims
@@ -208,7 +236,11 @@ class RedisStreamStore:
     # -- settle ------------------------------------------------------------------------------------------------
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
-        """Record what became of claims; return those that were lost."""
+        """Record what became of claims, safely; return those that were lost."""
+        async with self.confirmed():
+            return await self._settle_all(settlements)
+
+    async def _settle_all(self, settlements: Sequence[Settlement]) -> list[Claim]:
         lost: list[Claim] = []
         for first in range(0, len(settlements), AT_ONCE):
             lost += await self._settle(settlements[first : first + AT_ONCE])

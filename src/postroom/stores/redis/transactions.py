@@ -31,6 +31,7 @@ from .commands import keys_of, slot_of
 from .keys import Keys
 from .marks import Mark, drop, milliseconds
 from .multi import apply_multi
+from .profile import Assurance, Profile
 from .recorder import Recorder, WatchingRecorder
 from .scripts import calling
 
@@ -60,13 +61,15 @@ class RedisTransactions:
         '{shop}:stock:42'
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
         self,
         server: Foreign,
         *,
         mode: CommitMode = "guarded",
         tag: str = DEFAULT_NAMESPACE,
         table: str = "postroom_inbox",
+        profile: Profile = "durable",
+        replicas: int = 1,
         timeout: timedelta = timedelta(seconds=10),
         listener: events.Listener = events.log_event,
     ) -> None:
@@ -80,11 +83,15 @@ class RedisTransactions:
             tag: What stands between braces in the keys of marks. In a cluster all keys must have the same: those of
                 handlers, and the namespace of the outbox.
             table: What the keys of marks begin with.
+            profile: What the server has to promise: see `RedisStore`. It is asked before the first transaction, and a
+                transaction ends when its promise is kept.
+            replicas: How many replicas are to have everything, with ``replicated``.
             timeout: How long one call to the server may take.
             listener: Is told if a transaction was applied in part.
 
         Raises:
-            ConfigurationError: The client repeats commands by itself, or turns bytes into texts.
+            ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
+                profile.
         """
         if mode not in get_args(CommitMode):
             raise ConfigurationError(f"mode={mode!r} must be 'guarded' or 'multi'")
@@ -92,6 +99,10 @@ class RedisTransactions:
         self.tag = tag
         self.client: Client = Client(server, timeout=timeout)
         self._prefix = Keys(table, tag).prefix
+        #: Holds the server to its profile; a store and its transactions have the same.
+        self.assurance: Assurance = Assurance(
+            self.client, profile, prefix=self._prefix, replicas=replicas, timeout=timeout
+        )
         self._tell = events.guarded(listener)
         #: How long a commit may be on its way of which nobody has heard.
         self._late = (TRIES + 2) * timeout
@@ -118,8 +129,10 @@ class RedisTransactions:
             PartlyAppliedError: Something failed that could not be foreseen; the mark says so from now on.
             FencedError: The message is somebody else's by now; nothing was applied.
             CommitUnknownError: The server does not answer any more.
+            StoreUnavailableError: It was applied, and may be lost all the same: too few disks or replicas have it.
+            ConfigurationError: The server does not keep what the profile promises.
         """
-        recorder = self._recorder()
+        recorder = await self._recorder()
         transaction = Transaction(recorder, self)
         try:
             try:
@@ -127,12 +140,14 @@ class RedisTransactions:
             finally:
                 callbacks = transaction.close()
                 recorder.close()
-            await self._commit(recorder, transaction)
+            is_applied = await self._commit(recorder, transaction)
         except BaseException:
             await recorder.give_up()
             raise
         finally:
             await recorder.end()
+        if is_applied and recorder.assure is not None:
+            await recorder.assure()
         for callback in dict.fromkeys((*callbacks, *recorder.after_commit)):
             callback()
 
@@ -140,16 +155,22 @@ class RedisTransactions:
         """Make what is recorded in the block forgotten alone, if it fails."""
         return _forgetting(transaction.connection.keep())
 
-    def _recorder(self) -> Recorder:
+    async def _recorder(self) -> Recorder:
+        # Before anything is written: a server that takes the place of this one later may not have it.
+        checked = await self.assurance.known()
         kind = Recorder if self.mode == "guarded" else WatchingRecorder
-        return kind(self.client, tag=self.tag, slot=self._slot)
+        recorder = kind(self.client, tag=self.tag, slot=self._slot)
+        if checked.waits:
+            recorder.assure = partial(self.assurance.confirm, checked, self._prefix)
+        return recorder
 
     # -- commit ------------------------------------------------------------------------------------------------
 
-    async def _commit(self, recorder: Recorder, transaction: Transaction) -> None:
+    async def _commit(self, recorder: Recorder, transaction: Transaction) -> bool:
+        """Apply what was recorded; tell whether there was anything."""
         recorder.check()
         if recorder.is_empty and recorder.mark is None:
-            return
+            return False
         mark = recorder.mark = recorder.mark or self._own_mark()
         recorder.is_in_doubt = True
         try:
@@ -158,6 +179,7 @@ class RedisTransactions:
             answer = await self._resolved(recorder, mark, error, transaction)
         recorder.is_in_doubt = False
         self._judge(answer, mark)
+        return True
 
     def _own_mark(self) -> Mark:
         """Return the mark of a transaction that handles no message: by it a commit is known again."""
@@ -187,7 +209,7 @@ class RedisTransactions:
             recorder.mark = None  # once is enough to try; the lease ends by itself
             if _was_answered(error):
                 raise error from None
-            transaction.witness = partial(self._was_applied, mark)
+            transaction.witness = partial(self._was_applied, recorder, mark)
             raise CommitUnknownError from error
         if answer[0] in {"DONE", "PARTIAL"}:
             return answer
@@ -196,8 +218,10 @@ class RedisTransactions:
             raise CommitRefusedError(str(error)) from error
         raise error
 
-    async def _was_applied(self, mark: Mark) -> bool:
+    async def _was_applied(self, recorder: Recorder, mark: Mark) -> bool:
         word, *_ = await drop(self.client, mark)
+        if word == "DONE" and recorder.assure is not None:
+            await recorder.assure()
         return word == "DONE"
 
     def _judge(self, answer: list[str], mark: Mark) -> None:

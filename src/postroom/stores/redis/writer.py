@@ -17,6 +17,7 @@ from ...outbox import Added, Addition, Outbox
 from ...writer import Writer
 from .decisions import ask, ask_async, asking
 from .keys import Keys, dedupe_field, lane
+from .pipelines import refuse_unless_it_queues
 from .record import packed
 from .scripts import script
 from .stream_outbox import StreamOutbox
@@ -75,7 +76,8 @@ def _added(additions: Sequence[Addition], answers: Sequence[bytes | str]) -> lis
 
 
 def _is_queueing(connection: Foreign) -> bool:
-    """Tell whether a connection is a pipeline, which answers later."""
+    """Tell whether a connection is a pipeline, which answers later; refuse one that would not."""
+    refuse_unless_it_queues(connection, "add()")
     return any(base.__name__ in {"Pipeline", "ClusterPipeline", "Recorder"} for base in type(connection).__mro__)
 
 
@@ -107,7 +109,7 @@ class RedisWriter(_NoInbox):
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
-            answer = connection.eval(*call)
+            answer = connection.execute_command("EVAL", *call)
             answers += [] if is_queueing else answer
         if is_queueing:
             return _hoped(additions)
@@ -143,7 +145,7 @@ class AsyncRedisWriter(_NoInbox):
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
-            answer = connection.eval(*call)
+            answer = connection.execute_command("EVAL", *call)
             if not is_queueing:
                 answers += await answer
             elif asyncio.iscoroutine(answer):

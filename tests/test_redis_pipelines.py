@@ -1,0 +1,109 @@
+"""A message is never sent at once through a pipeline that was to hold it back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from postroom import Outbox
+from postroom.decisions import Decisions
+from postroom.errors import CommandRefusedError
+from postroom.stores.redis.stream_outbox import StreamOutbox
+from postroom.testing.clients import ValkeyClient
+
+Foreign = Any
+
+
+@pytest.fixture(params=["async", "sync", "async-cluster", "sync-cluster"])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[Foreign]:
+    """Every kind of client that has pipelines."""
+    kind: str = request.param
+    is_cluster = kind.endswith("cluster")
+    server: ValkeyClient = request.getfixturevalue("valkey_cluster" if is_cluster else "valkey_server")
+    library = redis.asyncio if kind.startswith("async") else redis
+    made: Foreign = library.RedisCluster if is_cluster else library.Redis
+    client = made.from_url(server.dsn, **({"retry": Retry(NoBackoff(), 0)} if kind.startswith("async") else {}))
+    if kind == "async-cluster":
+        await client.initialize()  # otherwise its pipeline does so in another event loop
+    yield client
+    await answered(client.aclose() if kind.startswith("async") else client.close())
+
+
+async def answered(answer: Foreign) -> Foreign:
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def watching(client: Foreign, key: str) -> Foreign:
+    """Return a pipeline that watches a key."""
+    pipeline = client.pipeline(transaction=True)
+    await answered(pipeline.watch(key))
+    return pipeline
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"shop-{uuid4().hex}"
+
+
+@pytest.mark.parametrize("kind", [Outbox, StreamOutbox])
+async def test_what_is_added_between_watch_and_multi_is_refused(
+    client: Foreign, kind: type[Outbox], namespace: str
+) -> None:
+    """S0-03, G1: the library would store it at once, whatever became of the transaction."""
+    stock = f"{{{namespace}}}:stock"
+    pipeline = await watching(client, stock)
+
+    with pytest.raises(CommandRefusedError, match=r"watches keys, and sends everything at once; call multi\(\) first"):
+        await answered(kind(namespace=namespace).add(pipeline, {"order_id": 42}, topic="orders"))
+
+    await answered(pipeline.reset())
+    names = [f"postroom_outbox:{{{namespace}}}:entries", f"postroom_stream:{{{namespace}}}:stream"]
+    assert await answered(client.exists(*names)) == 0
+
+
+@pytest.mark.parametrize("kind", [Outbox, StreamOutbox])
+async def test_what_is_added_after_multi_is_stored_with_the_rest_or_not_at_all(
+    client: Foreign, kind: type[Outbox], namespace: str
+) -> None:
+    """S0-20, S0-59, G1: whoever reads what they watch decides, and a change meanwhile undoes the message as well."""
+    stock, outbox = f"{{{namespace}}}:stock", kind(namespace=namespace)
+    name = (
+        f"postroom_stream:{{{namespace}}}:stream" if kind is StreamOutbox else f"{outbox.table}:{{{namespace}}}:entries"
+    )
+    seen: list[int] = []
+
+    for is_disturbed in (True, False):
+        pipeline = await watching(client, stock)
+        if is_disturbed:
+            await answered(client.set(stock, "9"))
+        pipeline.multi()
+        pipeline.decr(stock)
+        await answered(outbox.add(pipeline, {"order_id": 42}, topic="orders"))
+        if is_disturbed:
+            with pytest.raises(redis.WatchError):
+                await answered(pipeline.execute())
+        else:
+            await answered(pipeline.execute())
+        seen.append(await answered(client.exists(name)))
+
+    assert (seen, await answered(client.get(stock))) == ([0, 1], b"8")
+
+
+async def test_a_ticket_is_not_scheduled_between_watch_and_multi(client: Foreign, namespace: str) -> None:
+    """G1: it would stand there although the transaction that it belongs to failed."""
+    pipeline = await watching(client, f"{{{namespace}}}:stock")
+    soon = datetime.now(UTC) + timedelta(minutes=1)
+
+    with pytest.raises(CommandRefusedError, match=r"schedule\(\) cannot be part"):
+        await answered(Decisions(Outbox(namespace=namespace)).schedule(pipeline, "ticket", soon))
+
+    await answered(pipeline.reset())
