@@ -41,7 +41,7 @@ def open_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisStore:  
         case "sqlite" if rest.startswith("///"):
             options.pop("schema", None)
             return SQLiteStore(rest.removeprefix("///"), **options)
-        case "redis" | "rediss" | "unix":
+        case "redis" | "rediss" | "unix" | "redis+cluster" | "rediss+cluster" | "redis+sentinel" | "rediss+sentinel":
             from .redis import RedisStore  # noqa: PLC0415 -- an extra
 
             return RedisStore(url, **{name: value for name, value in options.items() if name not in _OF_TABLES})
