@@ -21,10 +21,11 @@ import pytest
 pytest.register_assert_rewrite("postroom.testing.contracts", "postroom.testing.machine")
 
 from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, SQLStore  # noqa: E402
-from postroom.testing.clients import MariaDBClient, PostgresClient, SqlClient  # noqa: E402
+from postroom.testing.clients import MariaDBClient, PostgresClient, RedisClient, SqlClient  # noqa: E402
 from postroom.testing.contracts import StoredRow, StoreHarness  # noqa: E402
 
 from .in_redis import RedisHarness  # noqa: E402
+from .in_redis_stream import RedisStreamHarness  # noqa: E402
 
 #: Makes a harness on an empty store, in the event loop that is running.
 MakeHarness: TypeAlias = Callable[[], Awaitable[StoreHarness]]
@@ -350,16 +351,42 @@ def make_mariadb(mariadb_tables: str) -> MakeHarness:
     return lambda: _started(MariaDBHarness(mariadb_tables))
 
 
-async def _started(harness: SQLHarness | RedisHarness) -> StoreHarness:
+async def _started(harness: SQLHarness | RedisHarness | RedisStreamHarness) -> StoreHarness:
     await harness.start()
     return harness
 
 
 @pytest.fixture
-def make_redis(redis_url: str) -> MakeHarness:
-    return lambda: _started(RedisHarness(redis_url))
+def make_valkey(valkey_url: str) -> MakeHarness:
+    return lambda: _started(RedisHarness(valkey_url))
+
+
+def in_cluster(server: RedisClient) -> str:
+    """Return the URL by which a store knows that a server is one of a cluster."""
+    return server.dsn.replace("redis:", "redis+cluster:", 1)
 
 
 @pytest.fixture
-def make_valkey(valkey_url: str) -> MakeHarness:
-    return lambda: _started(RedisHarness(valkey_url))
+def redis_cluster_url(redis_cluster: RedisClient) -> str:
+    return in_cluster(redis_cluster)
+
+
+@pytest.fixture
+def valkey_cluster_url(valkey_cluster: RedisClient) -> str:
+    return in_cluster(valkey_cluster)
+
+
+@pytest.fixture(params=["redis_url", "valkey_url", "redis_cluster_url", "valkey_cluster_url"])
+def redis_place(request: pytest.FixtureRequest) -> str:
+    """Everything that a store in Redis may be kept in."""
+    return str(request.getfixturevalue(request.param))
+
+
+@pytest.fixture
+def make_in_redis(redis_place: str) -> MakeHarness:
+    return lambda: _started(RedisHarness(redis_place))
+
+
+@pytest.fixture
+def make_in_stream(redis_place: str) -> MakeHarness:
+    return lambda: _started(RedisStreamHarness(redis_place))

@@ -7,19 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, Unpack
-from uuid import UUID
+from uuid import UUID, uuid4
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
-from postroom.outbox import Added, Options
+from postroom.outbox import Added, Options, Outbox
 from postroom.stores.redis import RedisStore
+from postroom.stores.redis.addresses import connect
 from postroom.stores.redis.keys import Keys
 from postroom.stores.redis.scripts import composed
 from postroom.testing.contracts import StoredRow, StoreHarness
 
-TABLE = "postroom_outbox"
 STATES = {"p": "pending", "l": "processing", "d": "delivered", "x": "dead"}
 MICROSECOND = timedelta(microseconds=1)
 
@@ -59,24 +55,28 @@ return rows
 
 
 class RedisHarness(StoreHarness):
-    """Several stores on one server, each namespace under keys of its own."""
+    """Several stores on one server or cluster, each namespace under keys of its own."""
 
     can_damage = True
 
     def __init__(self, url: str) -> None:
         self._url = url
+        #: The servers of a cluster are everybody's.
+        self._table = f"test-{uuid4().hex}"
         self._namespaces: dict[str, Keys] = {}
         self.store: RedisStore = self._make("default")
         self._stores = [self.store]
-        self._client: Any = redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0))
+        self._client: Any = connect(url, timeout=timedelta(seconds=30))
 
     def _make(self, namespace: str, keep_delivered: timedelta = timedelta(days=7)) -> RedisStore:
-        self._namespaces[namespace] = Keys(TABLE, namespace)
-        return RedisStore(self._url, namespace=namespace, keep_delivered=keep_delivered)
+        self._know(namespace)
+        return RedisStore(self._url, namespace=namespace, table=self._table, keep_delivered=keep_delivered)
+
+    def _know(self, namespace: str) -> None:
+        self._namespaces.setdefault(namespace, Keys(self._table, namespace))
 
     async def start(self) -> None:
-        """Empty the database, and open the store."""
-        await self._client.flushdb()
+        """Open the store."""
         await self.store.open()
 
     async def another(self, *, namespace: str | None = None, keep_delivered: timedelta | None = None) -> RedisStore:
@@ -92,9 +92,22 @@ class RedisHarness(StoreHarness):
             yield pipeline
             await pipeline.execute()
 
+    async def write(
+        self,
+        transaction: Any,  # noqa: ANN401 -- as the harness says
+        *events: object,
+        namespace: str | None = None,
+        **options: Unpack[Options],
+    ) -> list[Added]:
+        namespace = namespace or self.store.namespace
+        self._know(namespace)
+        added: list[Added] = await Outbox(namespace=namespace, table=self._table).add(
+            transaction, list(events), **options
+        )
+        return added
+
     async def add(self, *events: object, namespace: str | None = None, **options: Unpack[Options]) -> list[Added]:
         """Add with the client itself: a pipeline could not tell what was there."""
-        self._namespaces.setdefault(namespace or "default", Keys(TABLE, namespace or "default"))
         return await self.write(self._client, *events, namespace=namespace, **options)
 
     async def advance(self, by: timedelta) -> None:
@@ -146,6 +159,8 @@ class RedisHarness(StoreHarness):
         ]
 
     async def close(self) -> None:
+        for keys in self._namespaces.values():
+            await self._client.unlink(*keys.all)
         for store in self._stores:
             await store.close()
         await self._client.aclose()

@@ -7,13 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any, Unpack
-from uuid import UUID
-
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from uuid import UUID, uuid4
 
 from postroom.outbox import Added, Options
+from postroom.stores.redis.addresses import connect
 from postroom.stores.redis.scripts import composed
 from postroom.stores.redis.stream import RedisStreamStore
 from postroom.stores.redis.stream_keys import StreamKeys
@@ -100,19 +97,19 @@ return rows
 
 
 class RedisStreamHarness(StoreHarness):
-    """Several stores on one server, each namespace under keys of its own."""
+    """Several stores on one server or cluster, each namespace under keys of its own."""
 
     can_damage = True
 
-    def __init__(self, url: str, table: str) -> None:
+    def __init__(self, url: str, table: str = "") -> None:
         self._url = url
-        self._table = table
+        self._table = table or f"test-{uuid4().hex}"
         self._namespaces: dict[str, StreamKeys] = {}
         #: Which message came when: moments of the server are too long to tell.
         self._arrivals: dict[UUID, int] = {}
         self.store: RedisStreamStore = self._make("default", timedelta(days=7))
         self._stores = [self.store]
-        self.client: Any = redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0))
+        self.client: Any = connect(url, timeout=timedelta(seconds=30))
 
     def _make(self, namespace: str, keep_delivered: timedelta) -> RedisStreamStore:
         self._namespaces[namespace] = StreamKeys(self._table, namespace)
@@ -205,6 +202,8 @@ class RedisStreamHarness(StoreHarness):
         ]
 
     async def close(self) -> None:
+        for keys in self._namespaces.values():
+            await self.client.unlink(*keys.all)
         for store in self._stores:
             await store.close()
         await self.client.aclose()

@@ -55,14 +55,18 @@ class TestMySQLStoreOnMariaDB(StoreContract):
 
 
 class TestRedisStore(StoreContract):
+    """S0-31: on Redis and on Valkey, alone and in a cluster."""
+
     @pytest.fixture
-    async def harness(self, make_redis: MakeHarness) -> AsyncIterator[StoreHarness]:
-        async for harness in lent(make_redis):
+    async def harness(self, make_in_redis: MakeHarness) -> AsyncIterator[StoreHarness]:
+        async for harness in lent(make_in_redis):
             yield harness
 
 
-class TestRedisStoreOnValkey(StoreContract):
+class TestRedisStreamStore(StoreContract):
+    """S0-31: on Redis and on Valkey, alone and in a cluster."""
+
     @pytest.fixture
-    async def harness(self, make_valkey: MakeHarness) -> AsyncIterator[StoreHarness]:
-        async for harness in lent(make_valkey):
+    async def harness(self, make_in_stream: MakeHarness) -> AsyncIterator[StoreHarness]:
+        async for harness in lent(make_in_stream):
             yield harness

@@ -20,7 +20,7 @@ ACCEPTED = "postgresql://…, postgresql+psycopg://…, mysql://…, mariadb://�
 #: What is said of tables only, and what of servers only that may forget.
 _OF_TABLES = frozenset({"schema", "inbox"})
 _OF_REDIS = frozenset({"profile", "replicas"})
-_REDIS = frozenset({"redis", "rediss", "unix"})
+_REDIS = frozenset({"redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel"})
 
 
 def open_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisStore:  # noqa: ANN401 -- those of the store's constructor

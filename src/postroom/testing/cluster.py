@@ -14,7 +14,7 @@ from .programs import ServerError
 from .server import LOOPBACK, free_port
 from .servers import RedisServer, ValkeyServer
 
-__all__ = ["RedisCluster", "RedisGroup", "RedisReplicated", "ValkeyCluster", "ValkeyReplicated"]
+__all__ = ["RedisCluster", "RedisGroup", "RedisReplicated", "ValkeyCluster", "ValkeyReplicated", "free_ports"]
 
 _SLOTS: Final = 16_384
 _PRIMARIES: Final = 3
@@ -120,7 +120,7 @@ class RedisReplicated(RedisGroup):
         self._wait(self.is_connected, "connect its replica")
 
     def _prepared(self) -> Sequence[RedisServer]:
-        primary, replica = _free_ports(2)
+        primary, replica = free_ports(2)
         following = {**_PROMPT, "replicaof": f"{LOOPBACK} {primary}"}
         return self._server(primary, _PROMPT), self._server(replica, following)
 
@@ -196,7 +196,7 @@ class RedisCluster(RedisGroup):
         self._wait(self.is_whole, "serve all slots")
 
     def _prepared(self) -> Sequence[RedisServer]:
-        ports = _free_ports(4 * _PRIMARIES)
+        ports = free_ports(4 * _PRIMARIES)
         return [self._node(*pair) for pair in zip(ports[::2], ports[1::2], strict=True)]
 
     def _node(self, port: int, bus: int) -> RedisServer:
@@ -290,7 +290,8 @@ def _text(client: RedisClient, *words: str) -> str:
     return str(client.ask(*words))
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Return several ports that nobody listens on now."""
     ports = set[int]()
     while len(ports) < count:
         ports.add(free_port())

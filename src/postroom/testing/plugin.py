@@ -22,6 +22,7 @@ from .clients import MariaDBClient, PostgresClient, RedisClient, SqlClient, Valk
 from .cluster import RedisCluster, RedisGroup, RedisReplicated, ValkeyCluster, ValkeyReplicated
 from .programs import ServerMissingError
 from .room import ServerRoom, ask
+from .sentinel import RedisSentinel, ValkeySentinel
 from .servers import MariaDBServer, PostgresServer, RedisServer, Server, ValkeyServer
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ __all__ = [
     "private_redis",
     "private_redis_cluster",
     "private_redis_replicated",
+    "private_redis_sentinel",
     "private_valkey",
     "private_valkey_cluster",
     "private_valkey_replicated",
+    "private_valkey_sentinel",
     "published",
     "pytest_configure_node",
     "pytest_terminal_summary",
@@ -169,6 +172,12 @@ def private_redis_replicated() -> Iterator[RedisReplicated]:
 
 
 @pytest.fixture
+def private_redis_sentinel() -> Iterator[RedisSentinel]:
+    """A Redis server with a replica and a Sentinel, which are this test's own, to be killed, paused and restarted."""
+    yield from _private(RedisSentinel())
+
+
+@pytest.fixture
 def private_valkey() -> Iterator[ValkeyServer]:
     """A Valkey server that is this test's own, to be killed, paused and restarted."""
     yield from _private(ValkeyServer())
@@ -184,6 +193,12 @@ def private_valkey_cluster() -> Iterator[ValkeyCluster]:
 def private_valkey_replicated() -> Iterator[ValkeyReplicated]:
     """A Valkey server with a replica, which are this test's own, to be killed, paused and restarted."""
     yield from _private(ValkeyReplicated())
+
+
+@pytest.fixture
+def private_valkey_sentinel() -> Iterator[ValkeySentinel]:
+    """A Valkey server with a replica and a Sentinel, which are this test's own, to be killed, paused and restarted."""
+    yield from _private(ValkeySentinel())
 
 
 @pytest.fixture

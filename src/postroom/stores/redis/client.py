@@ -6,19 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 from ...errors import ConfigurationError, MissingExtraError, StoreError, StoreTimeoutError
 from .scripts import Script, script
 
 try:
-    import redis.asyncio
     import redis.exceptions
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
 except ImportError as _error:
     raise MissingExtraError("redis", "redis") from _error
 
+from .addresses import connect, hang_up, place
 from .errors import translated
 
 __all__ = ["Client", "connected"]
@@ -40,15 +37,7 @@ def connected(server: Foreign, *, timeout: timedelta) -> tuple[Foreign, bool]:
     if not isinstance(server, str):
         _check(server)
         return server, False
-    seconds = timeout.total_seconds()
-    client: Foreign = redis.asyncio.Redis.from_url(  # pyright: ignore[reportUnknownMemberType] -- typed in part
-        server,
-        retry=Retry(NoBackoff(), 0),
-        socket_connect_timeout=seconds,
-        socket_timeout=None,  # every call has a deadline of its own, and one that listens waits for long
-        decode_responses=False,
-    )
-    return client, True
+    return connect(server, timeout=timeout), True
 
 
 def _check(client: Foreign) -> None:
@@ -72,7 +61,8 @@ class Client:
         self._timeout = timeout.total_seconds()
         self.foreign: Foreign
         self.foreign, self._is_ours = connected(server, timeout=timeout)
-        self.place: str = _place(server)
+        self._is_cluster = hasattr(self.foreign, "get_node_from_key")
+        self.place: str = place(server)
 
     async def run(self, name: str, keys: Sequence[str], *arguments: Foreign) -> Foreign:
         """Run a script of the store's, by its name."""
@@ -80,10 +70,36 @@ class Client:
 
     async def evaluate(self, wanted: Script, keys: Sequence[Foreign], *arguments: Foreign) -> Foreign:
         """Run a script: by its digest, and by its text on a server that has not seen it."""
+        await self._find()
         try:
             return await self.call(self.foreign.evalsha(wanted.digest, len(keys), *keys, *arguments), asks=True)
         except redis.exceptions.NoScriptError:
             return await self.call(self.foreign.eval(wanted.text, len(keys), *keys, *arguments))
+
+    async def ask(self, key: str, *words: Foreign) -> Foreign:
+        """Send a command to the server that has a key; a cluster would first ask some server which keys it has."""
+        node = await self.node_of(key)
+        target = {} if node is None else {"target_nodes": node}
+        return await self.call(self.foreign.execute_command(*words, **target))
+
+    async def node_of(self, key: str) -> Foreign:
+        """Return the server of a cluster that has a key, as far as is known; None where there is no cluster.
+
+        Raises:
+            StoreUnavailableError: The cluster cannot be reached, or no server of it has the key.
+        """
+        if not self._is_cluster:
+            return None
+        await self._find()
+        try:
+            return self.foreign.get_node_from_key(key)
+        except redis.exceptions.RedisClusterException as error:
+            raise self.told(error) from error
+
+    async def _find(self) -> None:
+        """Let a cluster's client find the servers: commands that do it by themselves disturb each other."""
+        if self._is_cluster:
+            await self.call(self.foreign.initialize())
 
     async def call(self, answer: Awaitable[T], *, asks: bool = False) -> T:
         """Wait for an answer until the deadline.
@@ -117,11 +133,4 @@ class Client:
     async def close(self) -> None:
         """Close the connections, if the client was made here."""
         if self._is_ours:
-            await self.foreign.aclose()
-
-
-def _place(server: Foreign) -> str:
-    if not isinstance(server, str):
-        return "redis"
-    url = urlsplit(server)
-    return f"{url.scheme}://{url.hostname or 'localhost'}:{url.port or 6379}"
+            await hang_up(self.foreign)

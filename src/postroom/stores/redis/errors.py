@@ -22,6 +22,9 @@ _KINDS: Final[Mapping[str, type[StoreError]]] = {
     "MASTERDOWN": StoreUnavailableError,
     "CLUSTERDOWN": StoreUnavailableError,
     "TRYAGAIN": StoreUnavailableError,
+    "MOVED": StoreUnavailableError,
+    "ASK": StoreUnavailableError,
+    "UNBLOCKED": StoreUnavailableError,
     "NOREPLICAS": StoreUnavailableError,
     "MISCONF": StoreUnavailableError,
     "OOM": StoreUnavailableError,
@@ -31,12 +34,17 @@ _KINDS: Final[Mapping[str, type[StoreError]]] = {
     "NOPERM": StoreAuthenticationError,
 }
 #: What tells that there is no connection; by name, since Python's and the library's are called alike.
-_LOST: Final = frozenset({"ConnectionError", "OSError", "EOFError", "RedisClusterException"})
+_LOST: Final = frozenset({"ConnectionError", "OSError", "EOFError", "RedisClusterException", "ClusterError"})
 _ADVICE: Final[Mapping[str, str]] = {
     "LOADING": "the server is reading its data; it will answer soon",
     "BUSY": "a script of somebody's runs for too long; see SCRIPT KILL",
     "MISCONF": "the server cannot write to its disk; look at its log",
     "OOM": "the server has no memory left; raise maxmemory, and deliver or purge what is stored",
+    "CLUSTERDOWN": "some slots have no server; it will answer once replicas have taken over, or see CLUSTER NODES",
+    "TRYAGAIN": "the slot is on its way to another server; it will answer soon",
+    "MOVED": "another server of the cluster has the slot; use redis+cluster://… or a RedisCluster client",
+    "ASK": "the slot is on its way to another server; use redis+cluster://… or a RedisCluster client",
+    "UNBLOCKED": "the server has become a replica; it will be another one soon",
     "READONLY": "connect to the primary",
     "NOPERM": "let the user run EVALSHA, EVAL and the commands of the scripts on the keys of the namespace",
     "WRONGTYPE": "something else has written to that key; use another table= or namespace=",
@@ -47,8 +55,10 @@ _ADVICE: Final[Mapping[str, str]] = {
 #: What the library calls some of them, leaving out the word.
 _WORDS: Final[Mapping[str, str]] = {
     "BusyLoadingError": "LOADING",
+    "AskError": "ASK",
     "ClusterDownError": "CLUSTERDOWN",
     "MasterDownError": "MASTERDOWN",
+    "MovedError": "MOVED",
     "NoPermissionError": "NOPERM",
     "OutOfMemoryError": "OOM",
     "ReadOnlyError": "READONLY",

@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
-from ...errors import ConfigurationError, StoreError
+from ...errors import ConfigurationError
 from ...inbox import Mode
 from ...message import DEFAULT_NAMESPACE
 from ...outbox import Outbox
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
 from .client import Client
 from .decisions import ticket_keys, ticket_script
+from .hints import listen
 from .inbox import RedisInbox
 from .keys import Keys
 from .profile import Profile
@@ -79,8 +80,9 @@ class RedisStore:
         """Set up a store; no connection is made.
 
         Args:
-            server: A URL that begins with ``redis://``, ``rediss://`` or ``unix://``, or an async client of redis-py's
-                that repeats nothing by itself and answers with bytes.
+            server: A URL that begins with ``redis://``, ``redis+cluster://``, ``redis+sentinel://``, the same with
+                ``rediss``, or ``unix://``; or an async client of redis-py's that repeats nothing by itself and answers
+                with bytes.
             namespace: Whose messages these are; all of them are in one slot of a cluster.
             table: What all keys begin with.
             keep_delivered: How long delivered messages stay; zero deletes them at once.
@@ -120,7 +122,7 @@ class RedisStore:
             ConfigurationError: It does not; the message says which setting or profile to choose.
         """
         was_closed = not self._is_open
-        await self._client.call(self._client.foreign.ping())
+        await self._client.ask(self._keys.channel, "PING")
         await self._assurance.check()
         self._is_open = True
         return was_closed
@@ -263,17 +265,7 @@ class RedisStore:
 
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process until cancelled."""
-        try:
-            async with self._client.foreign.pubsub() as hints:
-                await self._client.call(hints.subscribe(self._keys.channel))
-                wake()  # what was told before is not told again
-                async for hint in hints.listen():
-                    if hint["type"] == "message":
-                        wake()
-        except StoreError:
-            raise
-        except Exception as error:
-            raise self._client.told(error) from error
+        await listen(self._client, self._keys.channel, wake)
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
         """Return what adds messages to this store."""

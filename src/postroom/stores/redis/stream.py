@@ -210,8 +210,9 @@ class RedisStreamStore:
 
     async def _fresh(self, limit: int, name: str, token: int) -> list[Claim]:
         """Read new entries, which are ours for as long as the name says."""
-        reading = self._client.foreign.xreadgroup(self._group, name, {self._keys.stream: ">"}, count=limit)
-        return [self._claim(entry, fields, 1, token) for entry, fields in _entries(await self._client.call(reading))]
+        words = "XREADGROUP", "GROUP", self._group, name, "COUNT", limit, "STREAMS", self._keys.stream, ">"
+        answer = await self._client.ask(self._keys.stream, *words)
+        return [self._claim(entry, fields, 1, token) for entry, fields in _entries(answer)]
 
     def _claim(
         self, entry: bytes, fields: dict[bytes, bytes], attempt: int, token: int, *, is_suspect: bool = False
@@ -338,10 +339,9 @@ class RedisStreamStore:
 
     async def _has_more(self, last: bytes) -> bool:
         """Wait for an entry after the last one; tell whether it came."""
-        block = BLOCK // _MILLISECOND
-        reading = self._client.foreign.xread({self._keys.stream: last}, count=1, block=block)
+        words = "XREAD", "COUNT", 1, "BLOCK", BLOCK // _MILLISECOND, "STREAMS", self._keys.stream, last
         try:
-            return bool(await self._client.call(reading))
+            return bool(await self._client.ask(self._keys.stream, *words))
         except StoreTimeoutError:
             return False  # the user's client waits for less
 

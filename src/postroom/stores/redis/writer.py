@@ -144,6 +144,7 @@ class AsyncRedisWriter(_NoInbox):
             return await self._append(connection, additions, outbox)
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
+        await _find(connection)
         for call in _calls(additions, outbox):
             answer = connection.execute_command("EVAL", *call)
             if not is_queueing:
@@ -163,6 +164,7 @@ class AsyncRedisWriter(_NoInbox):
     async def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[Added]:
         """Append messages to a stream, all or none of them."""
         commands = outbox.commands(additions)
+        await _find(connection)
         queue = connection if _is_queueing(connection) else connection.pipeline(transaction=True)
         for command in commands:
             queued = queue.execute_command(*command)
@@ -172,6 +174,12 @@ class AsyncRedisWriter(_NoInbox):
             await queue.execute()
             _wake(outbox, additions)
         return _hoped(additions)
+
+
+async def _find(connection: Foreign) -> None:
+    """Let a cluster's client find the servers, unless it is a pipeline: commands that do it disturb each other."""
+    if hasattr(connection, "get_node_from_key"):
+        await connection.initialize()
 
 
 def _hoped(additions: Sequence[Addition]) -> list[Added]:
