@@ -13,13 +13,14 @@ from pathlib import Path
 from postroom.testing.servers import ServerMissingError
 
 from .run import Options, run
+from .stores import NAMES
 
 
 def main() -> int:
     """Run chaos, print the verdict, and return 1 if any promise was broken."""
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="how long faults go on")
-    parser.add_argument("--store", choices=("postgres", "mariadb", "sqlite"), default="postgres")
+    parser.add_argument("--store", choices=NAMES, default="postgres")
     parser.add_argument("--seed", type=int, help="which faults; the same seed gives the same ones")
     parser.add_argument("--folder", type=Path, help="keep all evidence here, whatever the verdict is")
     parser.add_argument("--variant", help="break the library on purpose, as chaos/variants says")

@@ -1,4 +1,7 @@
-"""What the store itself says: triggers that write down every change of a message, and the tables at the end."""
+"""What the store itself says: triggers that write down every change of a message, and the tables at the end.
+
+For Redis, which has neither, `chaos.in_redis` says it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import pymysql
 
 from .desk import BUSINESS, EFFECTS
 
-__all__ = ["Change", "Effect", "Letter", "MariaDBTruth", "Row", "Truth", "truth_of"]
+__all__ = ["Change", "Effect", "Letter", "MariaDBTruth", "Row", "SqlTruth", "Truth", "truth_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,61 @@ class Letter:
 class Truth(ABC):
     """Looks into the database of a run, past the library and past all proxies."""
 
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @abstractmethod
+    def install(self) -> None:
+        """Have every change of a message written down from now on."""
+
+    @abstractmethod
+    def rows(self) -> list[Row]:
+        """Return all messages of the outbox, in the order of their arrival."""
+
+    @abstractmethod
+    def changes(self) -> list[Change]:
+        """Return what was written down of changes, in order."""
+
+    @abstractmethod
+    def business(self) -> set[str]:
+        """Return the ids that producers have written themselves."""
+
+    @abstractmethod
+    def effects(self) -> list[Effect]:
+        """Return what handlers wrote, in order."""
+
+    @abstractmethod
+    def marks(self) -> set[tuple[str, str]]:
+        """Return which messages the inbox knows, by consumer."""
+
+    @abstractmethod
+    def letters(self) -> list[Letter]:
+        """Return the dead letters beside the inbox."""
+
+    @abstractmethod
+    def unsettled(self) -> tuple[int, int]:
+        """Return how many messages wait, but for those behind a dead one of their key, and how many are done."""
+
+    def sessions(self) -> list[str]:
+        """Return what other sessions there are, each with its state."""
+        return []
+
+    def idle_transactions(self) -> list[str]:
+        """Return the sessions that hold a transaction open and do nothing."""
+        return []
+
+    def oddities(self) -> list[str]:
+        """Return what is in the store that never should be."""
+        return []
+
+    @abstractmethod
+    def version(self) -> str:
+        """Return which database this is."""
+
+
+class SqlTruth(Truth):
+    """Looks into tables, and has a trigger write down what happens to one of them."""
+
     #: The text form of an id, and a moment as a number, of the prefix that is filled in.
     id_text: ClassVar[str]
     moment: ClassVar[str]
@@ -78,9 +136,6 @@ class Truth(ABC):
     number: ClassVar[str]
     before: ClassVar[str] = ""
     after: ClassVar[str] = ""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
 
     @abstractmethod
     def query(self, sql: str) -> Sequence[Sequence[Any]]:
@@ -115,7 +170,6 @@ class Truth(ABC):
         return [f"{head} {self.before} {insert} {self.after}"]
 
     def rows(self) -> list[Row]:
-        """Return the outbox table."""
         names = f"{self.id_text.replace('NEW.', '')}, seq, topic, {self.quote}key{self.quote}, dedupe_key"
         found = self.query(f"SELECT {names}, status, attempts, token, last_error FROM postroom_outbox ORDER BY seq")
         fields = ("id", "seq", "topic", "key", "dedupe", "status", "attempts", "token", "error")
@@ -166,20 +220,8 @@ class Truth(ABC):
         waiting = counts.get("pending", 0) + counts.get("processing", 0)
         return waiting, sum(counts.values()) - waiting
 
-    def sessions(self) -> list[str]:
-        """Return what other sessions there are, each with its state."""
-        return []
 
-    def idle_transactions(self) -> list[str]:
-        """Return the sessions that hold a transaction open and do nothing."""
-        return []
-
-    @abstractmethod
-    def version(self) -> str:
-        """Return which database this is."""
-
-
-class PostgresTruth(Truth):
+class PostgresTruth(SqlTruth):
     """PostgreSQL."""
 
     id_text = "NEW.id::text"
@@ -215,7 +257,7 @@ class PostgresTruth(Truth):
         return f"PostgreSQL {self.query('SHOW server_version')[0][0]}"
 
 
-class MariaDBTruth(Truth):
+class MariaDBTruth(SqlTruth):
     """MariaDB."""
 
     id_text = "LOWER(CONCAT_WS('-', SUBSTR(HEX(NEW.id), 1, 8), SUBSTR(HEX(NEW.id), 9, 4), SUBSTR(HEX(NEW.id), 13, 4), SUBSTR(HEX(NEW.id), 17, 4), SUBSTR(HEX(NEW.id), 21)))"  # noqa: E501
@@ -256,7 +298,7 @@ class MariaDBTruth(Truth):
         return f"MariaDB {self.query('SELECT VERSION()')[0][0]}"
 
 
-class SQLiteTruth(Truth):
+class SQLiteTruth(SqlTruth):
     """SQLite."""
 
     id_text = "NEW.id"
@@ -282,5 +324,9 @@ class SQLiteTruth(Truth):
 
 def truth_of(store: str, url: str) -> Truth:
     """Return what looks into a store."""
+    if store in {"redis", "redis-stream"}:
+        from .in_redis import RedisTruth, StreamTruth  # noqa: PLC0415 -- it needs the values of this module
+
+        return RedisTruth(url) if store == "redis" else StreamTruth(url)
     kinds: dict[str, type[Truth]] = {"postgres": PostgresTruth, "mariadb": MariaDBTruth, "sqlite": SQLiteTruth}
     return kinds[store](url)

@@ -33,7 +33,7 @@ def blocked_ids(evidence: Evidence) -> set[str]:
 
     One whose worker died meanwhile stays in processing, with a lease that has run out.
     """
-    if evidence.on_dead != "block":
+    if evidence.on_dead != "block" or not evidence.ordered:
         return set()
     first_dead: dict[tuple[str, str], int] = {}
     for row in evidence.rows:
@@ -86,6 +86,8 @@ def atomic(evidence: Evidence) -> Iterator[Violation]:
 
 def in_order(evidence: Evidence) -> Iterator[Violation]:
     """C6: first receptions of a key rise without a gap; only the dead may be passed, and only where that is allowed."""
+    if not evidence.ordered:
+        return
     firsts: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
     for one in evidence.received:
         if one.key is not None:
@@ -145,6 +147,8 @@ def _misspent(evidence: Evidence) -> Iterator[Violation]:
 
 def deduped(evidence: Evidence) -> Iterator[Violation]:
     """C10: one message for each dedupe key, and a repeat is told of only if that message is there."""
+    if not evidence.dedupes:
+        return
     stored: dict[tuple[str, str], str] = {}
     for row in evidence.rows:
         if row.dedupe is not None:

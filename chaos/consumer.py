@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,13 +18,14 @@ from postroom.errors import RejectError, StoreError
 from postroom.events import DeadLettered, DuplicateSkipped, Event, HandlingFailed
 from postroom.inbox import Mode
 from postroom.middleware import Next
-from postroom.stores import SQLStore, open_url
+from postroom.middleware.transactional import TransactionalStore
 
-from .desk import EFFECTS
+from .desk import EFFECTS, EFFECTS_KEY
 from .dispatcher import watch_vitals
 from .groups import GROUPS, HANDLINGS, OUTPUTS, TOPICS, group_of
 from .history import History
 from .line import Line
+from .stores import handling_store
 from .worker import Setting, at_work
 
 __all__ = ["WRITERS", "Handler", "main", "recording"]
@@ -59,12 +61,22 @@ def _sqlite(connection: Any, *values: object) -> None:  # noqa: ANN401
     connection.execute(f"{_COLUMNS} (?, ?, ?, ?)", values)
 
 
+async def _redis(connection: Any, consumer: str, identity: str | None, handle: int, output: str) -> None:  # noqa: ANN401
+    if identity is None:
+        # Of the wrong kind for its key, which nobody knows before the commit.
+        await connection.hset(EFFECTS_KEY, "consumer", consumer)
+        return
+    effect = {"consumer": consumer, "id": identity, "handle": handle, "output": output}
+    await connection.rpush(EFFECTS_KEY, json.dumps(effect))
+
+
 #: Writes an effect through the connection of a transaction, by the scheme of the store's URL.
 WRITERS: Final[dict[str, Write]] = {
     "postgresql": _asyncpg,
     "postgresql+psycopg": _psycopg,
     "mysql": _asyncmy,
     "sqlite": _sqlite,
+    "redis": _redis,
 }
 
 
@@ -134,7 +146,7 @@ def _hear(history: History, group: str, event: Event) -> None:
         history.write("event", "ok", name="HandlingFailed", consumer=group, id=str(event.message_id), error=kind)
 
 
-async def _opened(store: SQLStore) -> None:
+async def _opened(store: TransactionalStore) -> None:
     """Connect, as soon as there is something to connect to."""
     while True:
         with contextlib.suppress(StoreError):
@@ -143,7 +155,7 @@ async def _opened(store: SQLStore) -> None:
         await asyncio.sleep(0.2)
 
 
-def _consumer(setting: Setting, store: SQLStore, history: History) -> Consumer:
+def _consumer(setting: Setting, store: TransactionalStore, history: History) -> Consumer:
     group = group_of(setting.name)
     mode: Mode = GROUPS[group]
     router, handler, hear = Router(), Handler(setting, history), partial(_hear, history, group)
@@ -163,8 +175,7 @@ def _consumer(setting: Setting, store: SQLStore, history: History) -> Consumer:
 
 async def _run(setting: Setting) -> None:
     history = History(setting.place, setting.name)
-    store = open_url(setting.url, timeout=timedelta(seconds=3))
-    assert isinstance(store, SQLStore)  # noqa: S101 -- the only kind that is put to the test here
+    store = handling_store(setting.store, setting.url)
     consumer = _consumer(setting, store, history)
     running = asyncio.create_task(_serve(store, consumer))
     stopping = asyncio.Event()
@@ -183,7 +194,7 @@ async def _run(setting: Setting) -> None:
     history.write("stop", "ok", life=setting.life)
 
 
-async def _serve(store: SQLStore, consumer: Consumer) -> None:
+async def _serve(store: TransactionalStore, consumer: Consumer) -> None:
     await _opened(store)
     await consumer.run()
 

@@ -34,6 +34,20 @@ class _Member:
     up: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+def _telltales_in_redis(role: str, store: str) -> Sequence[bytes]:
+    """Return the same where scripts go over the wire by their digest."""
+    if role == "p":
+        return [b"\r\nEXEC\r\n"]
+    from postroom.stores.redis import scripts  # noqa: PLC0415 -- an extra
+
+    if role == "c":
+        commit = scripts.calling("commit", "enqueue").digest.encode()
+        return [commit, commit, scripts.alone("admit").digest.encode(), b""]
+    prefix = "stream_" if store == "redis-stream" else ""
+    digests = [scripts.script(f"{prefix}{name}").digest.encode() for name in ("claim", "settle", "extend")]
+    return [*digests, b"XREADGROUP", b"chaos-refusal", b""]
+
+
 class Crew:
     """Starts workers, keeps them alive, and does to them what the nemesis asks for."""
 
@@ -88,6 +102,8 @@ class Crew:
     def telltales(self, name: str) -> Sequence[bytes]:
         """Return what marks the requests of a worker that are worth losing a reply of; nothing means any."""
         setting = self._members[name].setting
+        if setting.store.startswith("redis"):
+            return _telltales_in_redis(name[0], setting.store)
         if name.startswith("p"):
             return [b"COMMIT"]
         if name.startswith("c"):

@@ -11,12 +11,16 @@ from typing import Any, Unpack
 from uuid import UUID
 
 from postroom import Added, Outbox
+from postroom.errors import CommitUnknownError
 from postroom.outbox import Options
 
-__all__ = ["BUSINESS", "EFFECTS", "Desk", "Rollback", "desk_for"]
+__all__ = ["BUSINESS", "BUSINESS_KEY", "EFFECTS", "EFFECTS_KEY", "Desk", "Rollback", "desk_for"]
 
 BUSINESS = "chaos_business"
 EFFECTS = "chaos_effects"
+#: The same in Redis, in the slot of the messages.
+BUSINESS_KEY = f"{{default}}:{BUSINESS}"
+EFFECTS_KEY = f"{{default}}:{EFFECTS}"
 
 
 class Rollback(Exception):  # noqa: N818 -- no error but a decision
@@ -25,6 +29,15 @@ class Rollback(Exception):  # noqa: N818 -- no error but a decision
 
 class Desk(ABC):
     """Opens transactions, adds messages in them, and notes the business rows that go with them."""
+
+    #: Whether `add` says only what it hopes for, since the store is asked at the end.
+    only_hopes = False
+    #: What the store has said of the messages of the last transaction then: 1, or the id of another message.
+    answers: Sequence[str] = ()
+
+    def outbox(self, *, strict_order: bool) -> Outbox:
+        """Return what adds messages."""
+        return Outbox(strict_order=strict_order)
 
     @abstractmethod
     def transaction(self, outbox: Outbox) -> AbstractAsyncContextManager[Any]:
@@ -107,6 +120,35 @@ class SQLiteDesk(Desk):
         return outbox.add(connection, list(events), **options)
 
 
+class RedisDesk(Desk):
+    """Writes through a pipeline of redis-py, with MULTI around everything."""
+
+    only_hopes = True
+
+    def __init__(self, client: Any, outbox: Outbox) -> None:  # noqa: ANN401
+        self._client = client
+        self._outbox = outbox
+
+    def outbox(self, *, strict_order: bool) -> Outbox:
+        return self._outbox
+
+    @contextlib.asynccontextmanager
+    async def transaction(self, outbox: Outbox) -> AsyncIterator[Any]:
+        from redis import exceptions  # noqa: PLC0415 -- as below
+
+        async with self._client.pipeline(transaction=True) as pipeline:
+            yield pipeline
+            try:
+                answers = await pipeline.execute()
+            except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
+                # It may be that nothing was ever sent, which nobody tells.
+                raise CommitUnknownError from error
+        self.answers = [one.decode() for answer in answers if isinstance(answer, list) for one in answer]
+
+    async def note(self, connection: Any, ids: Sequence[UUID]) -> None:  # noqa: ANN401
+        connection.sadd(BUSINESS_KEY, *map(str, ids))
+
+
 @contextlib.asynccontextmanager
 async def _postgres(url: str) -> AsyncIterator[Desk]:
     import asyncpg  # noqa: PLC0415 -- a process imports its own library alone: it is started often
@@ -134,6 +176,29 @@ async def _sqlite(url: str) -> AsyncIterator[Desk]:
         yield SQLiteDesk(connection)
 
 
+@contextlib.asynccontextmanager
+async def _redis(url: str, outbox: Outbox | None = None) -> AsyncIterator[Desk]:
+    from redis.asyncio import Redis  # noqa: PLC0415 -- as above
+    from redis.asyncio.retry import Retry  # noqa: PLC0415
+    from redis.backoff import NoBackoff  # noqa: PLC0415
+
+    async with Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=3, socket_connect_timeout=3) as client:
+        yield RedisDesk(client, outbox or Outbox())
+
+
+def _redis_stream(url: str) -> AbstractAsyncContextManager[Desk]:
+    from postroom.stores.redis.stream_outbox import StreamOutbox  # noqa: PLC0415 -- as above
+
+    return _redis(url, StreamOutbox())
+
+
 def desk_for(store: str, url: str) -> AbstractAsyncContextManager[Desk]:
     """Open what writes to a store; nothing is connected before the first transaction."""
-    return {"postgres": _postgres, "mariadb": _mariadb, "sqlite": _sqlite}[store](url)
+    openers = {
+        "postgres": _postgres,
+        "mariadb": _mariadb,
+        "sqlite": _sqlite,
+        "redis": _redis,
+        "redis-stream": _redis_stream,
+    }
+    return openers[store](url)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
+from uuid import UUID
 
 from .audit import Change, Effect, Letter, Row
 from .groups import OUTPUTS
@@ -140,6 +141,9 @@ class Evidence:
     #: After how many deliveries a consumer gives up.
     handlings: int = 8
     on_dead: str = "block"
+    #: Whether the store promises that messages of a key go out in their order, and that none is added twice.
+    ordered: bool = True
+    dedupes: bool = True
     #: What went wrong with the processes themselves: exits, standard error, sessions left behind.
     complaints: Sequence[str] = ()
     #: How many messages were still waiting when no more progress was made.
@@ -160,6 +164,8 @@ def gather(
     *,
     effects: Sequence[Effect] = (),
     business: frozenset[str] = frozenset(),
+    rows: Sequence[Row] = (),
+    letters: Sequence[Letter] = (),
     **known: Any,  # noqa: ANN401 -- the other fields of Evidence
 ) -> Evidence:
     """Return the evidence in merged histories, together with what the tables say.
@@ -170,8 +176,10 @@ def gather(
     return Evidence(
         events=events,
         effects=effects,
+        rows=rows,
+        letters=_counted(letters, events),
         business=business.union(outputs),
-        sent=[*_sent(events), *(Sent(id=output, topic=OUTPUTS) for output in outputs)],
+        sent=[*_sent(events, rows), *(Sent(id=output, topic=OUTPUTS) for output in outputs)],
         begun=_handlings(events, "effect"),
         handled=_handlings(events, "handled"),
         acks=_handlings(events, "ack"),
@@ -193,14 +201,35 @@ def gather(
     )
 
 
-def _sent(events: Iterable[Event]) -> Iterable[Sent]:
-    ends = {e["tx"]: e["type"] for e in events if e["op"] == "enqueue" and e["type"] != "invoke"}
+def _sent(events: Iterable[Event], rows: Sequence[Row]) -> Iterable[Sent]:
+    ends = {e["tx"]: e for e in events if e["op"] == "enqueue" and e["type"] != "invoke"}
     names = ("id", "topic", "key", "n", "kind", "dedupe", "added")
+    there = {(row.topic, row.dedupe): row.id for row in rows if row.dedupe is not None}
+    stored = {row.id for row in rows}
     for event in events:
         if event["op"] == "enqueue" and event["type"] == "invoke":
-            for message in event["messages"]:
-                # An invocation without an end is a transaction that died with its process: unknown.
-                yield Sent(**{name: message[name] for name in names}, end=ends.get(event["tx"], "info"))
+            # An invocation without an end is a transaction that died with its process: unknown.
+            end = ends.get(event["tx"], {"type": "info"})
+            answers: Sequence[str] = end.get("answers") or ["1"] * len(event["messages"])
+            for message, answer in zip(event["messages"], answers, strict=True):
+                one = Sent(**{name: message[name] for name in names}, end=end["type"])
+                if answer != "1":
+                    one = replace(one, id=str(UUID(answer)), added=False)
+                elif event.get("hoped") and one.end == "info" and one.id not in stored:
+                    # Nobody was told; if another one has its dedupe key, it was a repeat.
+                    other = there.get((one.topic, one.dedupe or ""))
+                    one = one if other is None else replace(one, id=other, added=False)
+                yield one
+
+
+def _counted(letters: Sequence[Letter], events: Iterable[Event]) -> list[Letter]:
+    """Say of letters whose store does not how often they were handed out."""
+    handed: dict[tuple[str, str], int] = {}
+    for event in events:
+        if event["op"] == "hand":
+            place = (event["group"], event["id"])
+            handed[place] = max(event["attempt"], handed.get(place, 0))
+    return [replace(one, attempts=one.attempts or handed.get((one.consumer, one.id), 0)) for one in letters]
 
 
 def _claims(events: Iterable[Event], op: str) -> list[Claimed]:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Final
 
 from postroom.testing.faults import FaultProxy
-from postroom.testing.servers import SqlServer
+from postroom.testing.servers import Server
 
 from .crew import Crew
 from .history import History
@@ -126,7 +126,7 @@ class Nemesis:
         history: History,
         *,
         proxies: Mapping[str, FaultProxy],
-        database: SqlServer | str,
+        database: Server | str,
     ) -> None:
         self._faults = faults
         self._crew = crew

@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import Final
 from uuid import UUID
 
-from postroom import Outbox
 from postroom.errors import CommitUnknownError
 
 from .desk import Desk, Rollback, desk_for
@@ -69,9 +68,10 @@ class Producer:
         self._rng = random.Random(f"{setting.seed} {self._name}")
         self._desk = desk
         self._history = history
-        # The key of a transaction whose outcome is unknown goes on only where the order is the store's concern.
-        self._is_strict = index % 2 == 0
-        self._outbox = Outbox(strict_order=self._is_strict)
+        # The key of a transaction whose outcome is unknown goes on only where the order is the store's concern; in Redis
+        # nothing holds a key for a transaction that is still on its way.
+        self._is_strict = index % 2 == 0 and not setting.store.startswith("redis")
+        self._outbox = desk.outbox(strict_order=self._is_strict)
         self._numbers: dict[str, int] = defaultdict(int)
         self._keys = [f"{self._name}/{number}" for number in range(_KEYS)]
         self._made = _KEYS
@@ -97,7 +97,7 @@ class Producer:
         except Exception as error:  # noqa: BLE001 -- whatever a library raises, it says that nothing was committed
             self._end(name, "fail", error)
         else:
-            self._end(name, "ok")
+            self._end(name, "ok", answers=self._desk.answers)
             self._keep(drafts)
 
     async def _add(self, name: str, connection: object, drafts: Sequence[Draft]) -> None:
@@ -116,16 +116,18 @@ class Producer:
             added += [(draft, one.id, one.added) for draft, one in zip(together, results, strict=True)]
         await self._desk.note(connection, [identity for _, identity, is_new in added if identity and is_new])
         messages = [{**asdict(draft), "id": str(identity), "added": new} for draft, identity, new in added]
-        self._history.write("enqueue", "invoke", tx=name, messages=messages)
+        self._history.write("enqueue", "invoke", tx=name, messages=messages, hoped=self._desk.only_hopes)
 
     @staticmethod
     def _decide(*, is_kept: bool) -> None:
         if not is_kept:
             raise Rollback
 
-    def _end(self, name: str, stage: Stage, error: BaseException | None = None) -> None:
+    def _end(
+        self, name: str, stage: Stage, error: BaseException | None = None, *, answers: Sequence[str] = ()
+    ) -> None:
         told = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:200]}
-        self._history.write("enqueue", stage, tx=name, **told)
+        self._history.write("enqueue", stage, tx=name, answers=answers, **told)
 
     def _keep(self, drafts: Sequence[Draft]) -> None:
         for draft in drafts:

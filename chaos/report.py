@@ -23,6 +23,8 @@ TimedT = TypeVar("TimedT", Claimed, Settled)
 
 _SECOND: Final = 1e9
 _MINUTE: Final = 60 * _SECOND
+#: What a commit says of a statement that failed before, or of a command that would.
+_SWALLOWED: Final = frozenset({"TransactionAbortedError", "CommitRefusedError"})
 #: Reports of more violations than this would only repeat each other.
 _MOST_REPORTS: Final = 50
 
@@ -132,7 +134,7 @@ def _reached_by_consumers(evidence: Evidence) -> dict[str, int]:
     return {
         "duplicates absorbed": absorbed(evidence),
         "handlings that came to nothing": len({one.handle for one in evidence.begun} - ended),
-        "swallowed errors told": sum(event["error"] == "TransactionAbortedError" for event in failed),
+        "swallowed errors told": sum(event["error"] in _SWALLOWED for event in failed),
         "unknown commits of handlers": len(unknown),
         "of them effective in the end": sum((e["consumer"], e["id"]) in done for e in unknown),
         "handlings that the store was away for": sum(event["error"] in OUTAGES for event in failed),

@@ -10,15 +10,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from postroom.stores import SQLStore, open_url
+from postroom.store import Store
+from postroom.stores import SQLStore
 from postroom.testing.faults import FaultProxy
-from postroom.testing.servers import MariaDBServer, PostgresServer, SqlServer
+from postroom.testing.programs import REDIS
+from postroom.testing.servers import (
+    MariaDBServer,
+    PostgresServer,
+    RedisServer,
+    Server,
+    ServerMissingError,
+    SqlServer,
+    ValkeyServer,
+)
 
 from .audit import Truth, truth_of
 from .crew import Crew
@@ -28,6 +38,7 @@ from .groups import GROUPS, HANDLINGS, TOPICS
 from .history import History, read
 from .nemesis import Nemesis, plan
 from .report import Verdict, judge, write
+from .stores import delivering_store
 from .worker import Setting
 
 __all__ = ["Options", "run"]
@@ -64,15 +75,17 @@ async def run(options: Options) -> Verdict:
     folder = Path(options.folder)
     async with _database(options) as (url, server):
         truth = truth_of(options.store, url)
-        store = open_url(url)
-        assert isinstance(store, SQLStore)  # noqa: S101 -- the only kind that is put to the test here
-        await store.apply_schema()
+        store = delivering_store(options.store, url)
+        if isinstance(store, SQLStore):
+            await store.apply_schema()
         await store.close()
         truth.install()
         history = History(folder, "nemesis")
         crew = Crew(folder, history, options.variant)
         try:
             undrained, complaints = await _phases(options, crew, truth, history, server)
+            if mended := await _mended(store):
+                complaints.append(f"{mended} indexes did not agree with their messages")
         finally:
             await crew.abandon()
             if server is not None:
@@ -90,6 +103,8 @@ async def run(options: Options) -> Verdict:
             handlings=HANDLINGS,
             max_attempts=MAX_ATTEMPTS,
             on_dead=options.on_dead,
+            ordered=store.features.ordered,
+            dedupes=store.features.dedupes,
             complaints=complaints,
             undrained=undrained,
         )
@@ -100,7 +115,7 @@ async def run(options: Options) -> Verdict:
 
 
 async def _phases(
-    options: Options, crew: Crew, truth: Truth, history: History, server: SqlServer | None
+    options: Options, crew: Crew, truth: Truth, history: History, server: Server | None
 ) -> tuple[int, list[str]]:
     """Have chaos, then heal and drain, then stop; return what was left, and complaints."""
     faults = plan(options.seed, options.seconds, options.store, _WORKERS)
@@ -122,6 +137,7 @@ async def _phases(
         await crew.dismiss("c")
         await crew.dismiss("d")
         left += [f"a session was left: {one}" for one in await _lasting(truth.sessions)]
+        left += truth.oddities()
     return undrained, [*crew.failures, *crew.errors(lambda line: any(alarm in line for alarm in _ALARMS)), *left]
 
 
@@ -205,25 +221,48 @@ def _port_of(options: Options) -> int:
 
 
 def _netloc(url: str, port: int) -> str:
-    user, _, _ = urlsplit(url).netloc.rpartition("@")
-    return f"{user}@{_LOOPBACK}:{port}"
+    user, at, _ = urlsplit(url).netloc.rpartition("@")
+    return f"{user}{at}{_LOOPBACK}:{port}"
 
 
 @contextlib.asynccontextmanager
-async def _database(options: Options) -> AsyncIterator[tuple[str, SqlServer | None]]:
+async def _database(options: Options) -> AsyncIterator[tuple[str, Server | None]]:
     if options.store == "sqlite":
         yield f"sqlite:///{options.folder}/chaos.sqlite3", None
         return
-    server = _SERVERS[options.store]()
+    server = _server(options.store)
     await asyncio.to_thread(server.start)
     try:
-        yield await asyncio.to_thread(server.create_database, "chaos"), server
+        is_sql = isinstance(server, SqlServer)
+        yield await asyncio.to_thread(server.create_database, "chaos") if is_sql else server.dsn, server
     finally:
         await asyncio.to_thread(server.stop)
 
 
+def _server(store: str) -> Server:
+    """Return the server of a store; for Redis the real one if it is there, or else the one that comes as a wheel."""
+    if store in _SERVERS:
+        return _SERVERS[store]()
+    try:
+        REDIS.find(*RedisServer.names)
+    except ServerMissingError:
+        return ValkeyServer()
+    return RedisServer()
+
+
+async def _mended(store: Store) -> int:
+    """Return how much of a store had to be repaired, which should never be anything."""
+    repair: Callable[[], Awaitable[int]] | None = getattr(store, "repair", None)
+    if repair is None:
+        return 0
+    try:
+        return await repair()
+    finally:
+        await store.close()
+
+
 @contextlib.asynccontextmanager
-async def _proxies(server: SqlServer | None, receiver: int) -> AsyncIterator[dict[str, FaultProxy]]:
+async def _proxies(server: Server | None, receiver: int) -> AsyncIterator[dict[str, FaultProxy]]:
     """Yield a proxy to the database for each worker that has a network, and one to the broker for each consumer."""
     ports = {f"{name} link": receiver for name in _CONSUMERS}
     if server is not None:

@@ -1,0 +1,77 @@
+"""The stores that workers use, by the name of what is put to the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from postroom.inbox import Inbox, Mode
+from postroom.middleware.transactional import TransactionalStore
+from postroom.outbox import Outbox
+from postroom.store import Store
+from postroom.stores import SQLStore, open_url
+from postroom.transaction import Transactions
+
+if TYPE_CHECKING:
+    from postroom.stores.redis import RedisStore, RedisStreamStore
+
+__all__ = ["LEASE", "NAMES", "delivering_store", "handling_store"]
+
+NAMES: Final = ("postgres", "mariadb", "sqlite", "redis", "redis-stream")
+#: How long claims hold, of dispatchers and of those inboxes that have any.
+LEASE: Final = timedelta(seconds=2)
+_TIMEOUT: Final = timedelta(seconds=3)
+
+
+def delivering_store(name: str, url: str) -> Store:
+    """Return what a dispatcher claims from, not yet opened."""
+    if name != "redis-stream":
+        return open_url(url, timeout=_TIMEOUT)
+    return _stream(url)
+
+
+def handling_store(name: str, url: str) -> TransactionalStore:
+    """Return where a consumer has its transactions, its inbox and its outbox, not yet opened."""
+    if name.startswith("redis"):
+        from postroom.stores.redis import RedisStore  # noqa: PLC0415 -- a process imports its own library alone
+
+        store = RedisStore(url, timeout=_TIMEOUT)
+        return HandlingInRedis(store, _stream(url) if name == "redis-stream" else store)
+    store = open_url(url, timeout=_TIMEOUT)
+    assert isinstance(store, SQLStore)  # noqa: S101 -- the only other kind that is put to the test here
+    return store
+
+
+def _stream(url: str) -> RedisStreamStore:
+    from postroom.stores.redis import RedisStreamStore  # noqa: PLC0415 -- as above
+
+    # Kept as long as the other stores do, so that a run can be judged by what was delivered.
+    return RedisStreamStore(url, keep_delivered=timedelta(days=7), timeout=_TIMEOUT)
+
+
+class HandlingInRedis:
+    """Transactions and inboxes in Redis, whose claims end as soon as those of dispatchers, and either kind of outbox."""
+
+    def __init__(self, store: RedisStore, outboxes: RedisStore | RedisStreamStore) -> None:
+        self._store = store
+        self._outboxes = outboxes
+
+    async def open(self) -> bool:
+        return await self._store.open()
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    def transactions(self) -> Transactions:
+        return self._store.transactions()
+
+    def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
+        return self._outboxes.outbox(wake=wake)
+
+    def inbox(self, consumer: str, *, mode: Mode, retention: timedelta, redelivery_horizon: timedelta | None) -> Inbox:
+        from postroom.stores.redis import RedisInbox  # noqa: PLC0415 -- as above
+
+        return RedisInbox(
+            consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon, lease=LEASE
+        )
