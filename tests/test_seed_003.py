@@ -261,6 +261,10 @@ async def running(dispatcher: Dispatcher) -> AsyncGenerator[None]:
         await task
 
 
+async def confirmed(broker: MemoryBroker, count: int) -> None:
+    await until(lambda: broker.confirmed == count, f"the delivery of {count}", within=LONG)
+
+
 async def refuse(message: Message) -> object:
     raise ValueError("no")
 
@@ -364,10 +368,10 @@ async def test_a_message_whose_hint_is_lost_is_found_by_the_next_look(shop: Shop
         shop.client.pubsub() as hints,
     ):
         await shop.add(message(1))
-        await until(lambda: broker.confirmed == 1, "the message with a hint", within=LONG)
+        await confirmed(broker, 1)
         await hints.subscribe(shop.keys.channel)
         added = await shop.outbox.add(mute, message(2))
-        await until(lambda: broker.confirmed == 2, "the message without a hint", within=LONG)
+        await confirmed(broker, 2)
         await shop.client.publish(shop.keys.channel, "end")
         heard = [hint["data"] async for hint in _hints_until_end(hints)]
 
@@ -412,7 +416,7 @@ async def test_hints_do_not_press_a_destination_that_is_down(shop: Shop) -> None
         await until(lambda: any(isinstance(event, BreakerOpened) for event in told), "the outage", within=LONG)
         for number in range(1, 6):
             await shop.add(message(number, topic="slow"), message(number, topic="quick"))
-            await until(lambda number=number: counting.broker.confirmed == number, "the others", within=LONG)
+            await confirmed(counting.broker, number)
 
     assert counting.asked.count("slow") == 1
     assert counting.asked.count("quick") == 5
@@ -431,7 +435,7 @@ async def test_a_destination_that_comes_back_is_found_by_one_message_and_then_ge
         await shop.add(*(message(number, key="a") for number in range(5)))
         await until(lambda: any(isinstance(event, BreakerOpened) for event in told), "the outage", within=LONG)
         counting.broker.up()
-        await until(lambda: counting.broker.confirmed == 5, "the end of the outage", within=LONG)
+        await confirmed(counting.broker, 5)
 
     assert [int(one.payload) for one in counting.broker.received] == [0, 1, 2, 3, 4]
     assert {one.attempt for one in counting.broker.received} == {1}
@@ -513,7 +517,7 @@ async def test_a_script_with_messages_wakes_a_dispatcher(shop: Shop) -> None:
     async with running(Dispatcher(shop.store, broker, poll_interval=10 * MINUTE, lease=30 * MINUTE)):
         for number in (1, 2):
             await shop.client.eval(*scripted(shop.outbox, "return add_messages()", message(number)))
-            await until(lambda number=number: broker.confirmed == number, "the message", within=LONG)
+            await confirmed(broker, number)
 
 
 def test_a_script_takes_so_many_messages_and_no_stream() -> None:
