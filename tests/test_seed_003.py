@@ -33,7 +33,7 @@ from postroom.testing.waiting import until
 from . import test_redis_store, test_redis_stream
 from .contracts import test_stores
 from .test_docs import execute, snippets
-from .test_redis_store import MINUTE, SECOND, TERMS, Shop, client_of, message
+from .test_redis_store import MINUTE, SECOND, TERMS, Shop, client_of, deliver_by_hints, message
 
 shop = test_redis_store.shop
 
@@ -498,10 +498,12 @@ async def test_a_script_with_messages_writes_nothing_where_they_cannot_be_stored
     """S3-06: neither beside a key of another type nor with one topic too many."""
     own = f"{shop.keys.prefix}:own"
     call = scripted(shop.outbox, ADD, message(1), keys=[own], arguments=["go", "1"])
+    hasty = scripted(shop.outbox, "redis.call('SET', KEYS[1], '1') return add_messages()", message(1), keys=[own])
 
     await shop.client.set(shop.key("due"), "taken")
-    with pytest.raises(redis.exceptions.ResponseError, match="due is a string"):
-        await shop.client.eval(*call)
+    for each in (call, hasty):
+        with pytest.raises(redis.exceptions.ResponseError, match="due is a string"):
+            await shop.client.eval(*each)
     await shop.client.delete(shop.key("due"))
     await shop.client.hset(shop.key("topics"), mapping={f"topic-{number}": number for number in range(65536)})
     with pytest.raises(redis.exceptions.ResponseError, match="takes no more"):
@@ -511,13 +513,13 @@ async def test_a_script_with_messages_writes_nothing_where_they_cannot_be_stored
     assert await shop.client.keys(f"{shop.table}*") == []
 
 
-async def test_a_script_with_messages_wakes_a_dispatcher(shop: Shop) -> None:
+async def test_a_script_with_messages_wakes_a_dispatcher(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3-03: like all others."""
-    broker = MemoryBroker()
-    async with running(Dispatcher(shop.store, broker, poll_interval=10 * MINUTE, lease=30 * MINUTE)):
-        for number in (1, 2):
-            await shop.client.eval(*scripted(shop.outbox, "return add_messages()", message(number)))
-            await confirmed(broker, number)
+
+    async def add(added: Message) -> None:
+        await shop.client.eval(*scripted(shop.outbox, "return add_messages()", added))
+
+    await deliver_by_hints(shop, add, monkeypatch)
 
 
 def test_a_script_takes_so_many_messages_and_no_stream() -> None:

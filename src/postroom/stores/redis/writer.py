@@ -34,7 +34,10 @@ AT_ONCE: Final = 500
 
 
 def _calls(additions: Sequence[Addition], outbox: Outbox) -> list[list[Any]]:
-    """Return what to call EVAL with, for messages that are stored together."""
+    """Return what to call EVAL with, for messages that are stored together.
+
+    It is called by its name: pipelines of clusters have a method ``eval`` that takes nothing.
+    """
     text = script("enqueue").text
     calls: list[list[Any]] = []
     for first in range(0, len(additions), AT_ONCE):
@@ -107,7 +110,7 @@ class RedisWriter(_NoInbox):
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
-            answer = connection.eval(*call)
+            answer = connection.execute_command("EVAL", *call)
             answers += [] if is_queueing else answer
         if is_queueing:
             return _hoped(additions)
@@ -143,7 +146,7 @@ class AsyncRedisWriter(_NoInbox):
         answers: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
-            answer = connection.eval(*call)
+            answer = connection.execute_command("EVAL", *call)
             if not is_queueing:
                 answers += await answer
             elif asyncio.iscoroutine(answer):
