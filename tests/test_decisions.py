@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 from uuid import UUID, uuid4
 
 import asyncmy.errors
@@ -51,6 +52,7 @@ from postroom.stores.sql.names import Names
 from postroom.stores.sql.statement import Result, Statement
 from postroom.stores.sql.writer import SyncWriter
 from postroom.testing.clients import ValkeyClient
+from postroom.testing.faults import FaultProxy
 from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
 
@@ -444,7 +446,7 @@ async def test_a_ticket_may_have_any_printable_name(place: Place, decisions: Dec
 
 async def test_the_event_is_stored_byte_for_byte(place: Place, decisions: Decisions) -> None:
     """S3-25: a message of the caller's keeps everything but its id."""
-    payloads = [b"[]", b"null", b"9007199254740993", b"\x00\xff"]
+    payloads = [b"[]", b"null", b"9007199254740993", b"\x00\xff", b"x" * 200_000]
     async with place.opened() as connection:
         for number, payload in enumerate(payloads):
             event = Message(topic=EXPIRED, type="expired", payload=payload, content_type="application/octet-stream")
@@ -762,7 +764,7 @@ async def test_a_dispatcher_s_claim_brings_the_event(
 
 async def test_a_decision_depends_on_no_key_s_time_to_live(client: Any, decisions: Decisions) -> None:  # noqa: ANN401
     """S3-22, S3-23: tickets are members of a sorted set, which stays, in the slot of the messages."""
-    keys = Keys(decisions.outbox.table, decisions.outbox.namespace)
+    keys = _keys(decisions)
     await decisions.schedule(client, "a", PAST)
     await decisions.schedule(client, "b", PAST)
     await decisions.decide(client, "a", PAST, {}, topic=EXPIRED)
@@ -784,7 +786,7 @@ async def test_a_key_of_another_type_is_told_before_anything_is_written(
     number: int,
 ) -> None:
     """S3-25: nothing is half done that repair would have to mend."""
-    keys = Keys(decisions.outbox.table, decisions.outbox.namespace)
+    keys = _keys(decisions)
     await decisions.schedule(client, "t", PAST)
     await client.delete(ticket_keys(keys)[number])
     await client.set(ticket_keys(keys)[number], "taken")
@@ -804,7 +806,7 @@ async def test_a_key_of_another_type_is_told_before_anything_is_written(
 
 async def test_an_event_that_cannot_be_stored_leaves_its_ticket_open(client: Any, decisions: Decisions) -> None:  # noqa: ANN401
     """S3-25: here because a namespace has only so many topics."""
-    keys = Keys(decisions.outbox.table, decisions.outbox.namespace)
+    keys = _keys(decisions)
     await client.hset(keys.all[11], mapping={f"topic-{number}": number for number in range(65536)})
     await decisions.schedule(client, "t", PAST)
 
@@ -827,7 +829,7 @@ class Tickets:
 
     def __init__(self, url: str, decisions: Decisions) -> None:
         self.store = RedisStore(url, namespace=decisions.outbox.namespace)
-        self.known, self.expiries, self.endings = ticket_keys(Keys(decisions.outbox.table, decisions.outbox.namespace))
+        self.known, self.expiries, self.endings = ticket_keys(_keys(decisions))
 
     async def seen(self, client: Any) -> tuple[Any, ...]:  # noqa: ANN401
         ended = await client.zrange(self.endings, 0, -1)
@@ -885,6 +887,20 @@ async def test_repair_mends_tickets_that_their_indexes_do_not_agree_with(
     assert await tickets.seen(client) == before
     assert await tickets.store.repair() == 0
     assert await decisions.find_due(client) == [Due("open", PAST), Due("renewed", LATER)]
+
+
+async def test_an_open_ticket_is_never_forgotten_wherever_it_is_indexed(
+    client: Any,  # noqa: ANN401
+    decisions: Decisions,
+    tickets: Tickets,
+) -> None:
+    """S3-06: what a script left behind when it failed must not cost a ticket."""
+    await client.zadd(tickets.endings, {"open": 1})
+
+    await decisions.forget(client, older_than=ALL)
+
+    assert set(await client.hkeys(tickets.known)) == {b"open", b"renewed", b"later"}
+    assert isinstance(await decisions.decide(client, "open", PAST, {}, topic=EXPIRED), Enqueued)
 
 
 async def test_repair_leaves_alone_what_it_cannot_read(client: Any, tickets: Tickets) -> None:  # noqa: ANN401
@@ -951,6 +967,77 @@ async def test_a_pipeline_schedules_with_what_else_it_does_and_decides_nothing(
     assert told == [True, [b"scheduled"]]
 
 
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+async def test_a_cluster_keeps_tickets_beside_their_messages(
+    valkey_cluster: ValkeyClient, decisions: Decisions, *, is_async: bool
+) -> None:
+    """S3-05, S3-22, S3-25: with its clients and with their pipelines."""
+    url, outbox = valkey_cluster.dsn, decisions.outbox
+    client: Any = redis.asyncio.RedisCluster.from_url(url) if is_async else redis.RedisCluster.from_url(url)
+    await awaited(client.initialize() if is_async else None)  # before a pipeline, which would do it on another loop
+    pipeline = client.pipeline(transaction=True)
+    await awaited(outbox.add(pipeline, {}, topic="orders"))
+    for ticket in ("a", "b"):
+        await awaited(decisions.schedule(pipeline, ticket, PAST))
+    await awaited(pipeline.execute())
+
+    due = await awaited(decisions.find_due(client))
+    first = [await awaited(decisions.decide(client, "a", PAST, {}, topic=EXPIRED)) for _ in range(2)]
+    second = [await awaited(decisions.cancel(client, "b", {}, topic=REVOKED)) for _ in range(2)]
+    stored = await awaited(client.hlen(Keys(outbox.table, outbox.namespace).all[0]))
+    await awaited(client.aclose() if is_async else client.close())
+
+    identity = expiry_id(outbox.namespace, "a", PAST)
+    assert due == [Due("a", PAST), Due("b", PAST)]
+    assert first == [Enqueued(identity), Duplicate(identity)]
+    assert [type(answer) for answer in second] == [Enqueued, Revoked]
+    assert stored == 3
+
+
+@pytest.mark.parametrize("is_patient", [False, True], ids=["told", "repeated by the client"])
+async def test_what_was_done_although_the_answer_got_lost_is_done_once(
+    valkey_server: ValkeyClient,
+    client: Any,  # noqa: ANN401
+    decisions: Decisions,
+    *,
+    is_patient: bool,
+) -> None:
+    """S3-22, S3-25, S3-26: who asks again is told how it stands; a client that repeats by itself does no harm."""
+    url, identity = urlsplit(valkey_server.dsn), expiry_id(decisions.outbox.namespace, "a", PAST)
+    asked: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], object]] = [
+        (decisions.schedule, ("a", PAST), {}, Scheduled()),
+        (decisions.schedule, ("b", PAST), {}, Scheduled()),
+        (decisions.renew, ("b", LATER), {}, Scheduled()),
+        (decisions.decide, ("a", PAST, {}), {"topic": EXPIRED}, Duplicate(identity)),
+        (decisions.cancel, ("b", {}), {"topic": REVOKED}, Revoked()),
+    ]
+    for method, arguments, options, _ in asked:  # so that the server knows the scripts, and is asked by their digests
+        await method(client, *arguments, **options)
+    await client.delete(*_keys(decisions).all, *ticket_keys(_keys(decisions)))
+    retry = Retry(NoBackoff(), 3 if is_patient else 0)
+    told: list[object] = []
+
+    async with (
+        FaultProxy(url.hostname or "", url.port or 0) as proxy,
+        redis.asyncio.Redis(host="127.0.0.1", port=proxy.port, retry=retry) as far,
+    ):
+        for method, arguments, options, _ in asked:
+            proxy.drop_reply(b"EVALSHA")
+            if is_patient:
+                told.append(await method(far, *arguments, **options))
+            else:
+                with pytest.raises(redis.exceptions.ConnectionError):
+                    await method(far, *arguments, **options)
+                told.append(await method(client, *arguments, **options))
+
+    assert told == [answer for *_, answer in asked]
+    assert sorted(await topics(RedisPlace(valkey_server.dsn), decisions)) == [EXPIRED, REVOKED]
+
+
+def _keys(decisions: Decisions) -> Keys:
+    return Keys(decisions.outbox.table, decisions.outbox.namespace)
+
+
 async def test_the_outbox_of_a_stream_has_no_tickets(valkey_server: ValkeyClient, client: Any) -> None:  # noqa: ANN401
     """S3-25: their events would be stored where nobody looks for them."""
     store = RedisStreamStore(valkey_server.dsn, namespace=f"ns-{uuid4().hex}")
@@ -981,7 +1068,7 @@ async def test_an_end_that_is_a_round_number_is_one_like_all_others(
 async def test_every_decision_wakes_who_delivers_it_and_nothing_else_does(client: Any) -> None:  # noqa: ANN401
     woken: list[str] = []
     decisions = Decisions(Outbox(namespace=f"ns-{uuid4().hex}", wake=lambda: woken.append("woken")))
-    channel = Keys(decisions.outbox.table, decisions.outbox.namespace).channel
+    channel = _keys(decisions).channel
     async with client.pubsub() as hints:
         await hints.subscribe(channel)
         await decisions.schedule(client, "t", PAST)

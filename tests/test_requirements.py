@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "requirements.md"
 #: How many requirements each document has.
-_COUNTS = {"F": 25, "S1": 43, "S2": 52, "S4": 24}
+_COUNTS = {"F": 25, "S0": 61, "S1": 43, "S2": 52, "S3": 29, "S4": 24}
 REQUIRED = [f"{document}-{number:02}" for document, count in _COUNTS.items() for number in range(1, count + 1)]
 _ID = re.compile(r"\b(?:F|S\d)-\d\d\b")
 _ROW = re.compile(r"^\| ((?:F|S\d)-\d\d) \| (.*?) \|(.*)\|$")

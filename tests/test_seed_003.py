@@ -33,7 +33,7 @@ from postroom.testing.waiting import until
 from . import test_redis_store, test_redis_stream
 from .contracts import test_stores
 from .test_docs import execute, snippets
-from .test_redis_store import MINUTE, SECOND, TERMS, Shop, client_of, message
+from .test_redis_store import MINUTE, SECOND, TERMS, Shop, client_of, deliver_by_hints, message
 
 shop = test_redis_store.shop
 
@@ -261,6 +261,10 @@ async def running(dispatcher: Dispatcher) -> AsyncGenerator[None]:
         await task
 
 
+async def confirmed(broker: MemoryBroker, count: int) -> None:
+    await until(lambda: broker.confirmed == count, f"the delivery of {count}", within=LONG)
+
+
 async def refuse(message: Message) -> object:
     raise ValueError("no")
 
@@ -364,10 +368,10 @@ async def test_a_message_whose_hint_is_lost_is_found_by_the_next_look(shop: Shop
         shop.client.pubsub() as hints,
     ):
         await shop.add(message(1))
-        await until(lambda: broker.confirmed == 1, "the message with a hint", within=LONG)
+        await confirmed(broker, 1)
         await hints.subscribe(shop.keys.channel)
         added = await shop.outbox.add(mute, message(2))
-        await until(lambda: broker.confirmed == 2, "the message without a hint", within=LONG)
+        await confirmed(broker, 2)
         await shop.client.publish(shop.keys.channel, "end")
         heard = [hint["data"] async for hint in _hints_until_end(hints)]
 
@@ -412,7 +416,7 @@ async def test_hints_do_not_press_a_destination_that_is_down(shop: Shop) -> None
         await until(lambda: any(isinstance(event, BreakerOpened) for event in told), "the outage", within=LONG)
         for number in range(1, 6):
             await shop.add(message(number, topic="slow"), message(number, topic="quick"))
-            await until(lambda number=number: counting.broker.confirmed == number, "the others", within=LONG)
+            await confirmed(counting.broker, number)
 
     assert counting.asked.count("slow") == 1
     assert counting.asked.count("quick") == 5
@@ -431,7 +435,7 @@ async def test_a_destination_that_comes_back_is_found_by_one_message_and_then_ge
         await shop.add(*(message(number, key="a") for number in range(5)))
         await until(lambda: any(isinstance(event, BreakerOpened) for event in told), "the outage", within=LONG)
         counting.broker.up()
-        await until(lambda: counting.broker.confirmed == 5, "the end of the outage", within=LONG)
+        await confirmed(counting.broker, 5)
 
     assert [int(one.payload) for one in counting.broker.received] == [0, 1, 2, 3, 4]
     assert {one.attempt for one in counting.broker.received} == {1}
@@ -494,10 +498,12 @@ async def test_a_script_with_messages_writes_nothing_where_they_cannot_be_stored
     """S3-06: neither beside a key of another type nor with one topic too many."""
     own = f"{shop.keys.prefix}:own"
     call = scripted(shop.outbox, ADD, message(1), keys=[own], arguments=["go", "1"])
+    hasty = scripted(shop.outbox, "redis.call('SET', KEYS[1], '1') return add_messages()", message(1), keys=[own])
 
     await shop.client.set(shop.key("due"), "taken")
-    with pytest.raises(redis.exceptions.ResponseError, match="due is a string"):
-        await shop.client.eval(*call)
+    for each in (call, hasty):
+        with pytest.raises(redis.exceptions.ResponseError, match="due is a string"):
+            await shop.client.eval(*each)
     await shop.client.delete(shop.key("due"))
     await shop.client.hset(shop.key("topics"), mapping={f"topic-{number}": number for number in range(65536)})
     with pytest.raises(redis.exceptions.ResponseError, match="takes no more"):
@@ -507,13 +513,13 @@ async def test_a_script_with_messages_writes_nothing_where_they_cannot_be_stored
     assert await shop.client.keys(f"{shop.table}*") == []
 
 
-async def test_a_script_with_messages_wakes_a_dispatcher(shop: Shop) -> None:
+async def test_a_script_with_messages_wakes_a_dispatcher(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3-03: like all others."""
-    broker = MemoryBroker()
-    async with running(Dispatcher(shop.store, broker, poll_interval=10 * MINUTE, lease=30 * MINUTE)):
-        for number in (1, 2):
-            await shop.client.eval(*scripted(shop.outbox, "return add_messages()", message(number)))
-            await until(lambda number=number: broker.confirmed == number, "the message", within=LONG)
+
+    async def add(added: Message) -> None:
+        await shop.client.eval(*scripted(shop.outbox, "return add_messages()", added))
+
+    await deliver_by_hints(shop, add, monkeypatch)
 
 
 def test_a_script_takes_so_many_messages_and_no_stream() -> None:

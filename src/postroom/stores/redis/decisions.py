@@ -110,7 +110,7 @@ def _call(
 def ask(connection: Foreign, outbox: Outbox, asking: Asking) -> object:
     """Ask through a client or pipeline whose calls return at once."""
     if _is_queueing(connection, asking):
-        connection.eval(asking.script.text, *asking.arguments)
+        connection.execute_command("EVAL", asking.script.text, *asking.arguments)
         return Scheduled()
     try:
         told = connection.evalsha(asking.script.digest, *asking.arguments)
@@ -122,7 +122,7 @@ def ask(connection: Foreign, outbox: Outbox, asking: Asking) -> object:
 async def ask_async(connection: Foreign, outbox: Outbox, asking: Asking) -> object:
     """Ask through a client or pipeline whose calls are awaited."""
     if _is_queueing(connection, asking):
-        queued = connection.eval(asking.script.text, *asking.arguments)
+        queued = connection.execute_command("EVAL", asking.script.text, *asking.arguments)
         if asyncio.iscoroutine(queued):
             await queued
         return Scheduled()

@@ -35,7 +35,10 @@ AT_ONCE: Final = 500
 
 
 def _calls(additions: Sequence[Addition], outbox: Outbox) -> list[list[Any]]:
-    """Return what to call EVAL with, for messages that are stored together."""
+    """Return what to call EVAL with, for messages that are stored together.
+
+    It is called by its name: pipelines of clusters have a method ``eval`` that takes nothing.
+    """
     text = script("enqueue").text
     calls: list[list[Any]] = []
     for first in range(0, len(additions), AT_ONCE):
