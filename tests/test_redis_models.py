@@ -10,6 +10,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import pytest
 
+from postroom.errors import StoreError
 from postroom.stores.redis.marks import Mark, drop
 from postroom.stores.redis.scripts import alone, calling
 
@@ -404,3 +405,20 @@ async def test_a_commit_that_was_applied_is_not_given_up(shop: Shop, *, is_claim
 
     assert answers == [b"OK", "DONE", b"OK"]
     assert await shop.client.get(shop.key("effect")) == b"1"
+
+
+async def test_a_mark_that_somebody_has_made_something_else_is_left_alone(shop: Shop) -> None:
+    """S0-30, S0-36: whoever comes upon it is told, and changes nothing."""
+    mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=True)
+    client = shop.transactions.client
+    await shop.client.hset(mark.key, "a", "b")
+
+    answers = [await drop(client, mark), await committed(shop, mark)]
+    with pytest.raises(StoreError, match=r"WRONGTYPE .* is a hash, and should be a string"):
+        await client.evaluate(alone("admit"), [mark.key], mark.token, 60_000)
+    renewed = await client.evaluate(alone("renew_mark"), [mark.key], mark.token, 60_000)
+
+    assert answers == [["LOST"], [b"BADTYPE", mark.key.encode(), b"a hash, and should be a string"]]
+    assert renewed == 0
+    assert await shop.keys() == {mark.key}
+    assert await shop.client.hgetall(mark.key) == {b"a": b"b"}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
@@ -17,9 +19,12 @@ from redis.backoff import NoBackoff
 
 from postroom import Claim, ClaimTerms, Dead, Delivered, Dispatcher, Message, Outcome, Release, Retry, Settlement
 from postroom.brokers import MemoryBroker
+from postroom.errors import StoreError, StoreUnavailableError
 from postroom.stores.redis import stream as stream_module
 from postroom.stores.redis.stream import RedisStreamStore
+from postroom.testing.cancelling import cuts
 from postroom.testing.clients import ValkeyClient
+from postroom.testing.faults import FaultProxy
 from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
 
@@ -393,6 +398,42 @@ async def test_a_call_that_is_cancelled_ends_wherever_that_strikes(place: Place,
         done, _ = await asyncio.wait({working}, timeout=10)
         assert done, f"it went on after {patience} steps"
         assert working.cancelled()
+
+
+@pytest.mark.parametrize("fault", ["waiting", "answered", "cut"])
+async def test_claims_and_settlements_may_be_cut_off_anywhere(valkey_server: ValkeyClient, fault: Foreign) -> None:
+    """G2, G11: cancelled, or without their connections; what was not settled comes again, and no connection is kept."""
+    async with FaultProxy("127.0.0.1", urlsplit(valkey_server.dsn).port or 6379) as proxy:
+        client, shaky = connected(valkey_server.dsn), connected(f"redis://127.0.0.1:{proxy.port}/0?max_connections=2")
+        place = Place(client)
+        await place.store().open()
+        is_settling = False
+
+        async def work() -> None:
+            nonlocal is_settling
+            store = RedisStreamStore(shaky, table=place.table)
+            claims = await store.claim(10, terms())
+            await store.extend(claims, timedelta(minutes=1))
+            is_settling = bool(claims)
+            await store.settle(delivered(claims[:1]) + [Settlement(claim, Retry("no")) for claim in claims[1:]])
+
+        for cut in cuts(fault=proxy.cut) if fault == "cut" else cuts(moment=fault):
+            is_settling = False
+            await place.add(1, 2)
+            with suppress(StoreError):
+                await cut.run(work())
+            await place.age(timedelta(minutes=2))
+            left = await claim_all(place.store(), terms())
+
+            assert numbers(left) in ([1, 2], [2, 1], [2] if is_settling else []), cut
+            assert await place.store().settle(delivered(left)) == []
+        assert await place.client.xlen(place.key()) == 0
+        for _ in range(3):  # what was kept would be missing
+            with suppress(StoreUnavailableError):  # it was cut before, and is noticed now
+                await work()
+        await work()
+        await client.aclose()
+        await shaky.aclose()
 
 
 async def test_a_server_without_memory_is_emptied_by_delivering(private_valkey: ValkeyServer) -> None:

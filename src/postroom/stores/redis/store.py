@@ -16,7 +16,7 @@ from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retr
 from .client import Client
 from .inbox import RedisInbox
 from .keys import Keys
-from .record import unpacked
+from .record import clipped, unpacked
 from .transactions import RedisTransactions
 
 __all__ = ["RedisStore"]
@@ -237,5 +237,5 @@ def _chunks(items: Sequence[Any]) -> list[Sequence[Any]]:
 def _words(settlement: Settlement) -> tuple[Any, ...]:
     message, outcome = settlement.claim.message, settlement.outcome
     delay = outcome.delay or timedelta(0) if isinstance(outcome, Retry | Release) else timedelta(0)
-    error = outcome.error if isinstance(outcome, Retry | Dead) else ""
+    error = clipped(outcome.error) if isinstance(outcome, Retry | Dead) else b""
     return message.id.bytes, message.token, _OUTCOMES[type(outcome)], delay // _MICROSECOND, error
