@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 
 from postroom import Claim, ClaimTerms, Dead, Delivered, Dispatcher, Message, Outcome, Release, Retry, Settlement
 from postroom.brokers import MemoryBroker
-from postroom.errors import StoreError, StoreUnavailableError
+from postroom.errors import StoreAuthenticationError, StoreError, StoreUnavailableError
 from postroom.stores.redis import stream as stream_module
 from postroom.stores.redis.stream import RedisStreamStore
 from postroom.testing.cancelling import cuts
@@ -219,6 +219,34 @@ async def test_the_turn_of_a_suspect_does_not_hide_what_others_left_behind(place
 
     assert [numbers(batch) for batch in claims] == [[1], [2, 3]]
     assert [claim.suspect for batch in claims for claim in batch] == [True, False, False]
+
+
+async def test_what_was_given_back_cannot_be_leased_anew(place: Place) -> None:
+    """G4: its token is the same until somebody claims it, and yet it is nobody's."""
+    await place.add(1)
+    store = place.store()
+    claims = await store.claim(1, terms())
+    await store.settle([Settlement(claims[0], Retry("no"))])
+
+    assert await store.extend(claims, timedelta(minutes=1)) == claims
+    assert numbers(await store.claim(1, terms())) == [1]
+
+
+async def test_what_can_be_had_is_handed_out_although_new_entries_cannot_be_read(private_valkey: ValkeyServer) -> None:
+    """G2: what was claimed before the error would be held by nobody until its lease ends."""
+    place = Place(connected(private_valkey.dsn))
+    await place.add(1, 2)
+    await place.store().settle([Settlement(claim, Retry("no")) for claim in await place.store().claim(1, terms())])
+    await place.client.execute_command("ACL", "SETUSER", "clerk", "on", ">pw", "~*", "&*", "+@all", "-xreadgroup")
+    clerk = connected(private_valkey.dsn.replace("redis://", "redis://clerk:pw@"))
+    store = RedisStreamStore(clerk, table=place.table)
+
+    assert numbers(await store.claim(10, terms())) == [1]
+    with pytest.raises(StoreAuthenticationError):
+        await store.claim(10, terms())
+
+    await clerk.aclose()
+    await place.client.aclose()
 
 
 async def test_who_lost_a_claim_cannot_raise_the_dead(place: Place) -> None:
@@ -660,6 +688,7 @@ async def test_all_that_was_asked_for_is_purged_and_redriven(place: Place) -> No
     redriven = [await store.redrive(limit=limit) for limit in (550, 550)]
 
     assert (purged, redriven) == ([550, 50], [550, 50])
+    assert await place.client.exists(place.key(":done"), place.key(":receipts"), place.key(":graves")) == 0
     assert numbers(await claim_all(store, terms())) == list(range(600, 1200))
     assert await place.client.xlen(place.key(":dead")) == 0
 

@@ -38,7 +38,7 @@ from postroom.errors import (
 from postroom.middleware import OutboxMiddleware, TransactionMiddleware
 from postroom.middleware.chain import Middleware, chained
 from postroom.store import ClaimTerms, Dead, Retry, Settlement
-from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline
+from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline, marks
 from postroom.stores.redis.commands import READS, slot_of
 from postroom.stores.redis.stream import RedisStreamStore
 from postroom.testing.cancelling import Moment, cuts
@@ -679,6 +679,15 @@ async def test_an_outbox_that_refuses_a_topic_keeps_everything_from_being_applie
     assert await shop.keys() == {topics, shop.key("orders")}
 
 
+async def test_an_outbox_that_breaks_off_is_told_as_partly_applied(shop: Shop) -> None:
+    """S0-30, reliability 3.6: what is stored there is none of ours, and that is found out half way."""
+    await shop.client.hset(f"postroom_outbox:{{{shop.tag}}}:topics", "orders", "no number")
+
+    with pytest.raises(PartlyAppliedError, match="1 of 1 applied"):
+        async with shop.transactions.begin() as transaction:
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
+
+
 async def test_without_memory_nothing_is_applied(private_valkey: ValkeyServer) -> None:
     """S0-30, reliability 3.3: the first write is refused, in both modes, and it is the server's fault."""
     async with shop_on(private_valkey.dsn) as shop:
@@ -972,6 +981,24 @@ async def test_multi_with_a_syntax_error_applies_nothing(shop: Shop) -> None:
         async with transactions.begin() as transaction:
             await transaction.connection.execute_command("HSAT", shop.key("stock"), "secret")
     assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+async def test_a_lease_is_renewed_after_a_lost_connection(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S0-19: it is tried again, as long as the lease lasts."""
+    monkeypatch.setattr(marks, "PER_LEASE", 1000)
+    inbox, handled = RedisInbox("stock", lease=timedelta(seconds=60)), message()
+    async with through_proxy(shop) as (proxy, client), shop.also(client).begin() as transaction:
+        await inbox.admit(transaction, handled)
+        mark = inbox.key(shop.tag, handled)
+
+        async def is_renewed() -> bool:
+            return bool(await shop.client.pttl(mark) > 50_000)
+
+        await shop.client.pexpire(mark, 40_000)
+        await until(is_renewed, "the lease was renewed")
+        proxy.cut()
+        await shop.client.pexpire(mark, 40_000)
+        await until(is_renewed, "the lease was renewed again")
 
 
 @pytest.mark.parametrize("mode", MODES)
