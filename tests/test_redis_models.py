@@ -423,3 +423,18 @@ async def test_a_mark_that_somebody_has_made_something_else_is_left_alone(shop: 
     assert renewed == 0
     assert await shop.keys() == {mark.key}
     assert await shop.client.hgetall(mark.key) == {b"a": b"b"}
+
+
+@pytest.mark.parametrize("is_mine", [True, False])
+async def test_what_was_applied_in_part_is_told_as_often_as_it_is_asked(shop: Shop, *, is_mine: bool) -> None:
+    """S0-30: also if the first answer was lost, or it would seem that nothing was; and to its owner alone."""
+    mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=True)
+    await shop.client.set(mark.key, f"partial:{mark.token if is_mine else 'x' * 32} 1 of 2 applied")
+
+    for _ in range(2):
+        committing, dropping = await committed(shop, mark), await drop(shop.transactions.client, mark)
+
+        assert committing == ([b"PARTIAL", b"1 of 2 applied"] if is_mine else [b"FENCED"])
+        assert dropping == (["PARTIAL", "1 of 2 applied"] if is_mine else ["LOST"])
+    assert (await shop.client.get(mark.key)).endswith(b" 1 of 2 applied")
+    assert await shop.client.get(shop.key("effect")) is None

@@ -45,6 +45,18 @@ async def client(valkey_server: ValkeyClient) -> AsyncIterator[Foreign]:
     await client.aclose()
 
 
+#: Moves back since when entries are held, and when somebody looks for them; one by one that would take its time.
+AGE = """
+for _, one in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 10000)) do
+  local idle = one[3] + ARGV[2]
+  redis.call('XCLAIM', KEYS[1], ARGV[1], one[2], 0, one[1], 'IDLE', idle, 'RETRYCOUNT', one[4], 'JUSTID')
+end
+for _, name in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+  redis.call('ZINCRBY', KEYS[2], -ARGV[2] * 1000, name)
+end
+"""
+
+
 class Place:
     """One stream, and as many stores on it as a test wants."""
 
@@ -70,14 +82,7 @@ class Place:
 
     async def age(self, by: timedelta) -> None:
         """Make all that is held look as if it had been held for so much longer."""
-        async with self.client.pipeline(transaction=True) as pipeline:
-            for one in await self.client.xpending_range(self.key(), GROUP, "-", "+", 10_000):
-                name, entry = one["consumer"], one["message_id"]
-                idle, count = one["time_since_delivered"] + by // MS, one["times_delivered"]
-                pipeline.xclaim(self.key(), GROUP, name, 0, [entry], idle=idle, retrycount=count, justid=True)
-            for name in await self.client.zrange(self.key(":leases"), 0, -1):
-                pipeline.zincrby(self.key(":leases"), -(by // timedelta(microseconds=1)), name)
-            await pipeline.execute()
+        await self.client.eval(AGE, 2, self.key(), self.key(":leases"), GROUP, by // MS)
 
 
 @pytest.fixture
@@ -341,6 +346,29 @@ async def test_what_somebody_read_by_hand_is_taken_over_after_a_minute(place: Pl
 
     assert early == []
     assert numbers(await store.claim(10, terms())) == [1]
+
+
+async def test_what_waits_for_its_next_try_is_not_taken_for_left_behind(place: Place) -> None:
+    """S0-53, S0-57: a sweep that comes upon it does not cut its backoff short."""
+    await place.add(1)
+    store = place.store()
+    await store.settle([Settlement(claim, Retry("no", timedelta(hours=1))) for claim in await store.claim(1, terms())])
+    await store.sweep(terms())
+    await place.age(timedelta(minutes=30))
+
+    assert await store.claim(10, terms()) == []
+
+
+async def test_a_dead_message_leaves_nothing_but_its_letter(place: Place) -> None:
+    """G11: what was known of its tries is gone with it."""
+    await place.add(1)
+    store = place.store()
+    for outcome in (Retry("no"), Release(), Dead("no")):
+        assert await store.settle([Settlement(claim, outcome) for claim in await store.claim(1, terms())]) == []
+
+    assert len(await place.dead()) == 1
+    assert await place.client.exists(place.key(":notes"), place.key(":waiting")) == 0
+    assert (await place.client.xpending(place.key(), GROUP))["pending"] == 0
 
 
 async def test_names_are_forgotten_only_with_nothing_in_their_hands(
