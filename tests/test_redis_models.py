@@ -10,6 +10,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import pytest
 
+from postroom.errors import StoreError
 from postroom.stores.redis.marks import Mark, drop
 from postroom.stores.redis.scripts import alone, calling
 
@@ -389,6 +390,7 @@ async def test_a_commit_that_comes_after_it_was_given_up_is_refused(shop: Shop, 
     answers = [(await drop(client, mark))[0], *(await committed(shop, mark)), (await drop(client, mark))[0]]
 
     assert answers == ["DROPPED", b"FENCED", "LOST" if is_claimed else "DROPPED"]
+    assert is_claimed or 0 < await shop.client.pttl(mark.key) <= 60_000  # what is void need not be known for ever
     assert await shop.client.get(shop.key("effect")) is None
 
 
@@ -404,3 +406,35 @@ async def test_a_commit_that_was_applied_is_not_given_up(shop: Shop, *, is_claim
 
     assert answers == [b"OK", "DONE", b"OK"]
     assert await shop.client.get(shop.key("effect")) == b"1"
+
+
+async def test_a_mark_that_somebody_has_made_something_else_is_left_alone(shop: Shop) -> None:
+    """S0-30, S0-36: whoever comes upon it is told, and changes nothing."""
+    mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=True)
+    client = shop.transactions.client
+    await shop.client.hset(mark.key, "a", "b")
+
+    answers = [await drop(client, mark), await committed(shop, mark)]
+    with pytest.raises(StoreError, match=r"WRONGTYPE .* is a hash, and should be a string"):
+        await client.evaluate(alone("admit"), [mark.key], mark.token, 60_000)
+    renewed = await client.evaluate(alone("renew_mark"), [mark.key], mark.token, 60_000)
+
+    assert answers == [["LOST"], [b"BADTYPE", mark.key.encode(), b"a hash, and should be a string"]]
+    assert renewed == 0
+    assert await shop.keys() == {mark.key}
+    assert await shop.client.hgetall(mark.key) == {b"a": b"b"}
+
+
+@pytest.mark.parametrize("is_mine", [True, False])
+async def test_what_was_applied_in_part_is_told_as_often_as_it_is_asked(shop: Shop, *, is_mine: bool) -> None:
+    """S0-30: also if the first answer was lost, or it would seem that nothing was; and to its owner alone."""
+    mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=True)
+    await shop.client.set(mark.key, f"partial:{mark.token if is_mine else 'x' * 32} 1 of 2 applied")
+
+    for _ in range(2):
+        committing, dropping = await committed(shop, mark), await drop(shop.transactions.client, mark)
+
+        assert committing == ([b"PARTIAL", b"1 of 2 applied"] if is_mine else [b"FENCED"])
+        assert dropping == (["PARTIAL", "1 of 2 applied"] if is_mine else ["LOST"])
+    assert (await shop.client.get(mark.key)).endswith(b" 1 of 2 applied")
+    assert await shop.client.get(shop.key("effect")) is None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
@@ -17,9 +19,12 @@ from redis.backoff import NoBackoff
 
 from postroom import Claim, ClaimTerms, Dead, Delivered, Dispatcher, Message, Outcome, Release, Retry, Settlement
 from postroom.brokers import MemoryBroker
+from postroom.errors import StoreAuthenticationError, StoreError, StoreUnavailableError
 from postroom.stores.redis import stream as stream_module
 from postroom.stores.redis.stream import RedisStreamStore
+from postroom.testing.cancelling import cuts
 from postroom.testing.clients import ValkeyClient
+from postroom.testing.faults import FaultProxy
 from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
 
@@ -38,6 +43,18 @@ async def client(valkey_server: ValkeyClient) -> AsyncIterator[Foreign]:
     client = connected(valkey_server.dsn)
     yield client
     await client.aclose()
+
+
+#: Moves back since when entries are held, and when somebody looks for them; one by one that would take its time.
+AGE = """
+for _, one in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 10000)) do
+  local idle = one[3] + ARGV[2]
+  redis.call('XCLAIM', KEYS[1], ARGV[1], one[2], 0, one[1], 'IDLE', idle, 'RETRYCOUNT', one[4], 'JUSTID')
+end
+for _, name in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+  redis.call('ZINCRBY', KEYS[2], -ARGV[2] * 1000, name)
+end
+"""
 
 
 class Place:
@@ -65,14 +82,7 @@ class Place:
 
     async def age(self, by: timedelta) -> None:
         """Make all that is held look as if it had been held for so much longer."""
-        async with self.client.pipeline(transaction=True) as pipeline:
-            for one in await self.client.xpending_range(self.key(), GROUP, "-", "+", 10_000):
-                name, entry = one["consumer"], one["message_id"]
-                idle, count = one["time_since_delivered"] + by // MS, one["times_delivered"]
-                pipeline.xclaim(self.key(), GROUP, name, 0, [entry], idle=idle, retrycount=count, justid=True)
-            for name in await self.client.zrange(self.key(":leases"), 0, -1):
-                pipeline.zincrby(self.key(":leases"), -(by // timedelta(microseconds=1)), name)
-            await pipeline.execute()
+        await self.client.eval(AGE, 2, self.key(), self.key(":leases"), GROUP, by // MS)
 
 
 @pytest.fixture
@@ -216,6 +226,34 @@ async def test_the_turn_of_a_suspect_does_not_hide_what_others_left_behind(place
     assert [claim.suspect for batch in claims for claim in batch] == [True, False, False]
 
 
+async def test_what_was_given_back_cannot_be_leased_anew(place: Place) -> None:
+    """G4: its token is the same until somebody claims it, and yet it is nobody's."""
+    await place.add(1)
+    store = place.store()
+    claims = await store.claim(1, terms())
+    await store.settle([Settlement(claims[0], Retry("no"))])
+
+    assert await store.extend(claims, timedelta(minutes=1)) == claims
+    assert numbers(await store.claim(1, terms())) == [1]
+
+
+async def test_what_can_be_had_is_handed_out_although_new_entries_cannot_be_read(private_valkey: ValkeyServer) -> None:
+    """G2: what was claimed before the error would be held by nobody until its lease ends."""
+    place = Place(connected(private_valkey.dsn))
+    await place.add(1, 2)
+    await place.store().settle([Settlement(claim, Retry("no")) for claim in await place.store().claim(1, terms())])
+    await place.client.execute_command("ACL", "SETUSER", "clerk", "on", ">pw", "~*", "&*", "+@all", "-xreadgroup")
+    clerk = connected(private_valkey.dsn.replace("redis://", "redis://clerk:pw@"))
+    store = RedisStreamStore(clerk, table=place.table)
+
+    assert numbers(await store.claim(10, terms())) == [1]
+    with pytest.raises(StoreAuthenticationError):
+        await store.claim(10, terms())
+
+    await clerk.aclose()
+    await place.client.aclose()
+
+
 async def test_who_lost_a_claim_cannot_raise_the_dead(place: Place) -> None:
     """G4: a late confirmation counts for the last who held the message, not for those before."""
     await place.add(1)
@@ -310,6 +348,29 @@ async def test_what_somebody_read_by_hand_is_taken_over_after_a_minute(place: Pl
     assert numbers(await store.claim(10, terms())) == [1]
 
 
+async def test_what_waits_for_its_next_try_is_not_taken_for_left_behind(place: Place) -> None:
+    """S0-53, S0-57: a sweep that comes upon it does not cut its backoff short."""
+    await place.add(1)
+    store = place.store()
+    await store.settle([Settlement(claim, Retry("no", timedelta(hours=1))) for claim in await store.claim(1, terms())])
+    await store.sweep(terms())
+    await place.age(timedelta(minutes=30))
+
+    assert await store.claim(10, terms()) == []
+
+
+async def test_a_dead_message_leaves_nothing_but_its_letter(place: Place) -> None:
+    """G11: what was known of its tries is gone with it."""
+    await place.add(1)
+    store = place.store()
+    for outcome in (Retry("no"), Release(), Dead("no")):
+        assert await store.settle([Settlement(claim, outcome) for claim in await store.claim(1, terms())]) == []
+
+    assert len(await place.dead()) == 1
+    assert await place.client.exists(place.key(":notes"), place.key(":waiting")) == 0
+    assert (await place.client.xpending(place.key(), GROUP))["pending"] == 0
+
+
 async def test_names_are_forgotten_only_with_nothing_in_their_hands(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +454,42 @@ async def test_a_call_that_is_cancelled_ends_wherever_that_strikes(place: Place,
         done, _ = await asyncio.wait({working}, timeout=10)
         assert done, f"it went on after {patience} steps"
         assert working.cancelled()
+
+
+@pytest.mark.parametrize("fault", ["waiting", "answered", "cut"])
+async def test_claims_and_settlements_may_be_cut_off_anywhere(valkey_server: ValkeyClient, fault: Foreign) -> None:
+    """G2, G11: cancelled, or without their connections; what was not settled comes again, and no connection is kept."""
+    async with FaultProxy("127.0.0.1", urlsplit(valkey_server.dsn).port or 6379) as proxy:
+        client, shaky = connected(valkey_server.dsn), connected(f"redis://127.0.0.1:{proxy.port}/0?max_connections=2")
+        place = Place(client)
+        await place.store().open()
+        is_settling = False
+
+        async def work() -> None:
+            nonlocal is_settling
+            store = RedisStreamStore(shaky, table=place.table)
+            claims = await store.claim(10, terms())
+            await store.extend(claims, timedelta(minutes=1))
+            is_settling = bool(claims)
+            await store.settle(delivered(claims[:1]) + [Settlement(claim, Retry("no")) for claim in claims[1:]])
+
+        for cut in cuts(fault=proxy.cut) if fault == "cut" else cuts(moment=fault):
+            is_settling = False
+            await place.add(1, 2)
+            with suppress(StoreError):
+                await cut.run(work())
+            await place.age(timedelta(minutes=2))
+            left = await claim_all(place.store(), terms())
+
+            assert numbers(left) in ([1, 2], [2, 1], [2] if is_settling else []), cut
+            assert await place.store().settle(delivered(left)) == []
+        assert await place.client.xlen(place.key()) == 0
+        for _ in range(3):  # what was kept would be missing
+            with suppress(StoreUnavailableError):  # it was cut before, and is noticed now
+                await work()
+        await work()
+        await client.aclose()
+        await shaky.aclose()
 
 
 async def test_a_server_without_memory_is_emptied_by_delivering(private_valkey: ValkeyServer) -> None:
@@ -619,6 +716,7 @@ async def test_all_that_was_asked_for_is_purged_and_redriven(place: Place) -> No
     redriven = [await store.redrive(limit=limit) for limit in (550, 550)]
 
     assert (purged, redriven) == ([550, 50], [550, 50])
+    assert await place.client.exists(place.key(":done"), place.key(":receipts"), place.key(":graves")) == 0
     assert numbers(await claim_all(store, terms())) == list(range(600, 1200))
     assert await place.client.xlen(place.key(":dead")) == 0
 

@@ -15,15 +15,17 @@ from uuid import uuid4
 
 import pytest
 import redis.asyncio
-from redis.asyncio.retry import Retry
+from redis.asyncio.retry import Retry as Retries
 from redis.backoff import NoBackoff
 
 from postroom import Message, Outbox, events
+from postroom.dead_letters import StoredDeadLetters
 from postroom.errors import (
     CommandRefusedError,
     CommitRefusedError,
     CommitUnknownError,
     ConfigurationError,
+    FencedError,
     MessageError,
     NoTransactionError,
     PartlyAppliedError,
@@ -34,9 +36,11 @@ from postroom.errors import (
 )
 from postroom.middleware import OutboxMiddleware, TransactionMiddleware
 from postroom.middleware.chain import Middleware, chained
-from postroom.store import ClaimTerms
-from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline
+from postroom.store import ClaimTerms, Dead, Retry, Settlement
+from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline, marks
 from postroom.stores.redis.commands import READS, slot_of
+from postroom.stores.redis.stream import RedisStreamStore
+from postroom.testing.cancelling import Moment, cuts
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.faults import FaultProxy
 from postroom.testing.programs import ServerError
@@ -45,11 +49,12 @@ from postroom.testing.waiting import until
 from postroom.transaction import transactions_of
 
 MODES = ("guarded", "multi")
+MOMENTS: tuple[Moment, ...] = ("waiting", "answered")
 
 
 def connect(url: str, **options: Any) -> Any:  # noqa: ANN401
     """Return a client that repeats nothing, and leaves deadlines to us, as one that a store makes of a URL."""
-    return redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=None, **options)
+    return redis.asyncio.Redis.from_url(url, retry=Retries(NoBackoff(), 0), socket_timeout=None, **options)
 
 
 class Shop:
@@ -208,7 +213,7 @@ async def test_a_transaction_is_found_for_a_client_and_is_the_same_for_the_same(
 async def test_a_client_that_repeats_commands_is_refused(shop: Shop) -> None:
     """S0-30: what is sent twice by the library may be applied twice."""
     with pytest.raises(ConfigurationError, match="repeats"):
-        RedisTransactions(redis.asyncio.Redis.from_url(shop.url, retry=Retry(NoBackoff(), 3)))
+        RedisTransactions(redis.asyncio.Redis.from_url(shop.url, retry=Retries(NoBackoff(), 3)))
 
 
 async def test_a_mode_that_there_is_not_is_refused(shop: Shop) -> None:
@@ -594,6 +599,12 @@ async def test_what_a_transaction_does_itself_is_foreseen(shop: Shop) -> None:
         await transaction.connection.hincrby(shop.key("c"), "f", 1)
         await transaction.connection.append(shop.key("d"), "1")
         await transaction.connection.incrby(shop.key("d"), 1)
+        await transaction.connection.set(shop.key("d"), "x", nx=True)  # it is there, so nothing happens
+        await transaction.connection.decrby(shop.key("d"), 1)
+        await transaction.connection.hsetnx(shop.key("c"), "f", "x")
+        await transaction.connection.hincrby(shop.key("c"), "f", 1)
+        await transaction.connection.set(shop.key("f"), "x", xx=True)
+        await transaction.connection.hset(shop.key("f"), "f", "1")
     for second in ("hset", "incrby"):
         with pytest.raises(CommitRefusedError):
             async with shop.transactions.begin() as transaction:
@@ -601,8 +612,8 @@ async def test_what_a_transaction_does_itself_is_foreseen(shop: Shop) -> None:
                 getattr(transaction.connection, second)(shop.key("e"), *((1,) if second == "incrby" else ("f", 1)))
 
     assert await shop.client.lrange(shop.key("a"), 0, -1) == [b"1"]
-    assert (await shop.client.get(shop.key("b")), await shop.client.get(shop.key("d"))) == (b"7", b"2")
-    assert await shop.client.hget(shop.key("c"), "f") == b"1"
+    assert (await shop.client.get(shop.key("b")), await shop.client.get(shop.key("d"))) == (b"7", b"1")
+    assert await shop.client.hget(shop.key("c"), "f") == b"2"
     assert not await shop.client.exists(shop.key("e"))
 
 
@@ -665,6 +676,15 @@ async def test_an_outbox_that_refuses_a_topic_keeps_everything_from_being_applie
             await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="one more")
 
     assert await shop.keys() == {topics, shop.key("orders")}
+
+
+async def test_an_outbox_that_breaks_off_is_told_as_partly_applied(shop: Shop) -> None:
+    """S0-30, reliability 3.6: what is stored there is none of ours, and that is found out half way."""
+    await shop.client.hset(f"postroom_outbox:{{{shop.tag}}}:topics", "orders", "no number")
+
+    with pytest.raises(PartlyAppliedError, match="1 of 1 applied"):
+        async with shop.transactions.begin() as transaction:
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
 
 
 async def test_without_memory_nothing_is_applied(private_valkey: ValkeyServer) -> None:
@@ -956,6 +976,61 @@ async def test_multi_with_a_syntax_error_applies_nothing(shop: Shop) -> None:
 
     assert await shop.keys() == set()
     assert "secret" not in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(CommitRefusedError, match="unknown command") as caught:
+        async with transactions.begin() as transaction:
+            await transaction.connection.execute_command("HSAT", shop.key("stock"), "secret")
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+async def test_a_lease_is_renewed_after_a_lost_connection(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S0-19: it is tried again, as long as the lease lasts."""
+    monkeypatch.setattr(marks, "PER_LEASE", 1000)
+    inbox, handled = RedisInbox("stock", lease=timedelta(seconds=60)), message()
+    async with through_proxy(shop) as (proxy, client), shop.also(client).begin() as transaction:
+        await inbox.admit(transaction, handled)
+        mark = inbox.key(shop.tag, handled)
+
+        async def is_renewed() -> bool:
+            return bool(await shop.client.pttl(mark) > 50_000)
+
+        await shop.client.pexpire(mark, 40_000)
+        await until(is_renewed, "the lease was renewed")
+        proxy.cut()
+        await shop.client.pexpire(mark, 40_000)
+        await until(is_renewed, "the lease was renewed again")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_transaction_may_be_cancelled_anywhere(shop: Shop, mode: Any, moment: Moment) -> None:  # noqa: ANN401
+    """S0-30, G11: it is applied or not, and never in part; no connection is kept, and no task runs on."""
+    client = connect(shop.url, max_connections=2)
+    transactions, inbox = shop.also(client, mode=mode), RedisInbox("stock", lease=timedelta(milliseconds=3))
+    count, names = 0, (shop.key("one"), shop.key("two"))
+
+    async def work() -> None:
+        async with transactions.begin() as transaction:
+            await inbox.admit(transaction, message())
+            if mode == "multi":
+                await transaction.connection.watch(names[0])
+                await transaction.connection.get(names[0])
+            await asyncio.sleep(0.002)  # long enough for the lease to be renewed
+            for name in names:
+                transaction.connection.incrby(name, 1)
+
+    for cut in cuts(moment=moment):
+        count += 1
+        with suppress(FencedError, StoreContentionError):  # a lease this short may end before
+            await cut.run(work())
+
+        one, two = await shop.client.mget(names)
+        assert one == two, cut
+        assert cut.unfinished == 0, cut
+    assert count > 5
+    for _ in range(3):  # what was kept would be missing
+        async with transactions.begin() as transaction:
+            transaction.connection.incrby(names[0], 1)
+    await client.aclose()
 
 
 # -- the outbox ------------------------------------------------------------------------------------------------
@@ -1009,6 +1084,45 @@ async def test_an_outbox_without_a_transaction_says_what_is_missing(shop: Shop) 
         await OutboxMiddleware(Outbox(namespace=shop.tag))(message(), handle)
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_outbox_in_a_stream_is_part_of_the_transaction(shop: Shop, mode: Any) -> None:  # noqa: ANN401
+    """S0-03, S0-43, S0-47, S0-59: one XADD for each output, in their order, with the effect or not at all."""
+    rung: list[str] = []
+    transactions, stream = shop.also(shop.client, mode=mode), RedisStreamStore(shop.client, namespace=shop.tag)
+    outbox = stream.outbox(wake=lambda: rung.append("rung"))
+    outputs = [Message(topic="events", type="t", payload=str(number).encode()) for number in range(5)]
+
+    with suppress(ZeroDivisionError):
+        async with transactions.begin() as transaction:
+            await outbox.add(transaction.connection, outputs)
+            raise ZeroDivisionError
+    before = await shop.keys()
+    async with transactions.begin() as transaction:
+        await transaction.connection.set(shop.key("stock"), "1")
+        await outbox.add(transaction.connection, outputs)
+
+    claims = await stream.claim(10, ClaimTerms(worker=uuid4()))
+    assert (before, rung, await shop.client.get(shop.key("stock"))) == (set(), ["rung"], b"1")
+    assert [claim.message.id for claim in claims] == [output.id for output in outputs]
+
+
+@pytest.mark.parametrize("kind", ["store", "stream"])
+async def test_an_error_that_cannot_be_written_holds_up_nothing(shop: Shop, kind: str) -> None:
+    """G11, G9: half a character in it would keep the message, and those beside it, from being settled for ever."""
+    store = shop.store() if kind == "store" else RedisStreamStore(shop.client, namespace=shop.tag)
+    error = "no \udcff" * 5000
+    await (Outbox(namespace=shop.tag) if isinstance(store, RedisStore) else store.outbox()).add(
+        shop.client, [message(), message()]
+    )
+
+    for outcome in (Retry(error), Dead(error)):
+        claims = await store.claim(10, ClaimTerms(worker=uuid4()))
+        assert await store.settle([Settlement(claim, outcome) for claim in claims]) == []
+    await StoredDeadLetters(RedisInbox("stock"), shop.transactions).bury(message(), error)
+
+    assert (await store.stats()).dead == 2
+
+
 async def test_the_same_message_twice_is_one_in_the_outbox(shop: Shop) -> None:
     rung: list[str] = []
     outbox = Outbox(namespace=shop.tag, wake=lambda: rung.append("rung"))
@@ -1058,7 +1172,9 @@ async def test_a_cluster_refuses_keys_of_other_slots_before_anything_is_sent() -
         await until(is_ready, "the cluster")
         await node.aclose()
         url = urlsplit(server.dsn)
-        client: Any = redis.asyncio.RedisCluster(host=url.hostname, port=url.port or 6379, retry=Retry(NoBackoff(), 0))
+        client: Any = redis.asyncio.RedisCluster(
+            host=url.hostname, port=url.port or 6379, retry=Retries(NoBackoff(), 0)
+        )
         transactions = RedisTransactions(client, tag="shop")
         with pytest.raises(CommandRefusedError, match="another slot"):
             async with transactions.begin() as transaction:

@@ -110,8 +110,17 @@ class Client:
         task = asyncio.current_task()
         asked = task.cancelling() if task is not None else 0
         try:
+            return await self._answered(answer, asks=asks)
+        finally:
+            if task is not None and task.cancelling() > asked:
+                # The library sends with `asyncio.wait_for`, which before Python 3.12 may swallow that it was cancelled;
+                # also if it fails then, and somebody would try again.
+                raise asyncio.CancelledError
+
+    async def _answered(self, answer: Awaitable[T], *, asks: bool) -> T:
+        try:
             async with asyncio.timeout(self._timeout):
-                result = await answer
+                return await answer
         except TimeoutError:
             raise StoreTimeoutError(f"{self.place} did not answer within {self._timeout:g} s") from None
         except redis.exceptions.NoScriptError as error:
@@ -121,10 +130,6 @@ class Client:
         # A cluster that cannot be reached is told by an error that is none of the library's other ones.
         except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, EOFError) as error:
             raise self.told(error) from error
-        if task is not None and task.cancelling() > asked:
-            # The library sends with `asyncio.wait_for`, which before Python 3.12 may swallow that it was cancelled.
-            raise asyncio.CancelledError
-        return result
 
     def told(self, error: BaseException) -> StoreError:
         """Return our error for one of the library's."""

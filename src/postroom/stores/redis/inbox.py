@@ -17,7 +17,7 @@ from ...writer import Writer
 from .decisions import NO_PIPELINE
 from .keys import Keys
 from .marks import PER_LEASE, Mark, Renewal, milliseconds
-from .record import packed
+from .record import clipped, packed
 from .recorder import Recorder
 from .scripts import alone
 from .writer import AsyncRedisWriter
@@ -190,7 +190,7 @@ class RecorderWriter:
         key = _of_redis(inbox).dead_letters(connection.tag)
         field = f"{quote(inbox.consumer, safe='')}:{_identity(message)}"
         await connection.execute_command("HSETNX", key, field, packed(message))
-        await connection.execute_command("HSETNX", key, f"{field}:error", error)
+        await connection.execute_command("HSETNX", key, f"{field}:error", clipped(error))
 
     def ask(self, connection: Recorder, outbox: Outbox, question: Question) -> object:
         """Refuse: what a script answers is known when the transaction is over."""

@@ -10,7 +10,10 @@ from uuid import UUID
 
 from ...message import JSON, Message, drafted
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["clipped", "packed", "unpacked"]
+
+#: How much of an error is kept.
+LONGEST_ERROR: Final = 4000
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LENGTH: Final = 4
@@ -81,3 +84,8 @@ def _headers(told: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(headers, dict):
         raise TypeError
     return cast("dict[str, str]", headers)
+
+
+def clipped(error: str) -> bytes:
+    """Return as much of an error as is kept; what cannot be written must not keep the rest from being stored."""
+    return error[:LONGEST_ERROR].encode(errors="replace")

@@ -255,8 +255,9 @@ class WatchingRecorder(Recorder):
             except StoreError as error:
                 cause = error.__cause__
                 if isinstance(cause, redis.exceptions.ResponseError):
-                    # The library quotes the whole command, and what is written is nobody else's business.
-                    plain = type(cause)(str(cause).rpartition("of pipeline caused error: ")[2])
+                    # The library quotes the whole command and the server its words: nobody else's business.
+                    said = str(cause).rpartition("of pipeline caused error: ")[2]
+                    plain = type(cause)(said.partition(", with args beginning with")[0])
                     raise self.client.told(plain) from plain
                 self._is_lost = True
                 if not isinstance(cause, redis.exceptions.WatchError):

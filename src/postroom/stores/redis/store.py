@@ -22,7 +22,7 @@ from .hints import listen
 from .inbox import RedisInbox
 from .keys import Keys
 from .profile import Profile
-from .record import unpacked
+from .record import clipped, unpacked
 from .scripts import Script, script
 from .transactions import RedisTransactions
 
@@ -302,5 +302,5 @@ def _chunks(items: Sequence[Any]) -> list[Sequence[Any]]:
 def _words(settlement: Settlement) -> tuple[Any, ...]:
     message, outcome = settlement.claim.message, settlement.outcome
     delay = outcome.delay or timedelta(0) if isinstance(outcome, Retry | Release) else timedelta(0)
-    error = outcome.error if isinstance(outcome, Retry | Dead) else ""
+    error = clipped(outcome.error) if isinstance(outcome, Retry | Dead) else b""
     return message.id.bytes, message.token, _OUTCOMES[type(outcome)], delay // _MICROSECOND, error

@@ -18,6 +18,7 @@ from ...message import DEFAULT_NAMESPACE, Message, is_namespace
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
 from .client import Client
 from .profile import Assurance, Profile
+from .record import clipped
 from .stream_keys import StreamKeys
 from .stream_outbox import StreamOutbox
 from .stream_record import Fields, Marshal, Unmarshal, moment, salvaged, unmarshalled
@@ -31,8 +32,6 @@ SUSPECTS_EVERY: Final = 16
 AT_ONCE: Final = 500
 #: For how long the name of a consumer is known that has nothing in its hands.
 FORGET_NAMES: Final = timedelta(hours=1)
-#: How much of an error is kept.
-LONGEST_ERROR: Final = 4000
 #: How long one call waits for new entries, and how long a listener rests after one, so that a load does not hold it up.
 BLOCK: Final = timedelta(seconds=1)
 REST: Final = 0.02
@@ -376,7 +375,7 @@ def _is_for(message: Message, terms: ClaimTerms) -> bool:
 def _words(claim: StreamClaim, outcome: Retry | Dead | Release) -> tuple[Any, ...]:
     message, tenant = claim.message, claim.message.tenant_id
     delay = timedelta(0) if isinstance(outcome, Dead) else outcome.delay or timedelta(0)
-    error = "" if isinstance(outcome, Release) else outcome.error[:LONGEST_ERROR]
+    error = b"" if isinstance(outcome, Release) else clipped(outcome.error)
     return (
         claim.entry,
         message.token,
