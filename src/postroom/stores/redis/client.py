@@ -95,7 +95,7 @@ class Client:
         asked = task.cancelling() if task is not None else 0
         try:
             async with asyncio.timeout(self._timeout):
-                result = await answer
+                return await answer
         except TimeoutError:
             raise StoreTimeoutError(f"{self.place} did not answer within {self._timeout:g} s") from None
         except redis.exceptions.NoScriptError as error:
@@ -105,10 +105,11 @@ class Client:
         # A cluster that cannot be reached is told by an error that is none of the library's other ones.
         except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, EOFError) as error:
             raise self.told(error) from error
-        if task is not None and task.cancelling() > asked:
-            # The library sends with `asyncio.wait_for`, which before Python 3.12 may swallow that it was cancelled.
-            raise asyncio.CancelledError
-        return result
+        finally:
+            if task is not None and task.cancelling() > asked:
+                # The library sends with `asyncio.wait_for`, which before Python 3.12 may swallow that it was cancelled;
+                # whatever is answered then, an error among it, would have the caller go on.
+                raise asyncio.CancelledError
 
     def told(self, error: BaseException) -> StoreError:
         """Return our error for one of the library's."""
