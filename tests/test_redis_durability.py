@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from postroom import Message, events, source
-from postroom.errors import ConfigurationError, StoreUnavailableError
+from postroom.errors import CommitUnknownError, ConfigurationError, StoreUnavailableError
 from postroom.inbox import Mode
 from postroom.middleware import TransactionMiddleware
 from postroom.middleware.chain import chained
@@ -28,7 +28,7 @@ from postroom.testing.waiting import until
 from . import test_redis_profile as of_profiles
 from .test_redis_inbox import counting, effects, ended, handled_by, inbox, message
 from .test_redis_profile import SHORT, configure
-from .test_redis_transaction import shop_on
+from .test_redis_transaction import shop_on, through_proxy
 
 started, pair, server = of_profiles.started, of_profiles.pair, of_profiles.server
 
@@ -250,6 +250,38 @@ class TestTransaction:
             assert all(isinstance(error, StoreUnavailableError) for error in hand.errors)
             assert (calls, during) == (1, (1, 0))
             assert (outcome, await effects(shop)) == (Delivered(), (1, 0))
+
+    async def test_of_which_nobody_knows_is_known_to_be_applied_once_replicas_have_it(
+        self, pair: RedisReplicated, hasty: Callable[..., Any]
+    ) -> None:
+        """G8, G12, S0-30: whoever asks what became of a commit would acknowledge it then."""
+        async with shop_on(pair.dsn) as shop, through_proxy(shop) as (proxy, client):
+            second = timedelta(seconds=1)
+            transactions: RedisTransactions = hasty(shop.also, client, profile="replicated", timeout=second)
+            async with shop.transactions.begin() as transaction:  # so that the server knows the script
+                await transaction.connection.incrby(shop.key("warm"), 1)
+            await transactions.assurance.check()
+            with pytest.raises(CommitUnknownError) as caught:
+                async with transactions.begin() as transaction:
+                    await transaction.connection.incrby(shop.key("effect"), 1)
+                    proxy.black_hole("replies")
+            unknown = caught.value
+            unknown.witness = transaction.witness
+            proxy.cut()
+            proxy.heal()
+            pair.replica.pause()
+
+            with pytest.raises(StoreUnavailableError, match="0 of 1 replicas"):
+                await unknown.resolve()
+            pair.replica.resume()
+
+            async def is_resolved() -> bool:
+                with suppress(StoreUnavailableError):
+                    return await unknown.resolve()
+                return False
+
+            await until(is_resolved, "the replica")
+            assert await effects(shop) == (1, 0)
 
     async def test_is_not_acknowledged_until_it_is_on_the_disk(
         self, private_valkey: ValkeyServer, hasty: Callable[..., Any]

@@ -110,7 +110,13 @@ async def workers(shop: Shop, inbox: Inbox, count: int = 2) -> AsyncGenerator[li
 
 def inbox(**options: Any) -> RedisInbox:  # noqa: ANN401
     """Return an inbox whose leases nobody renews."""
-    return RedisInbox(f"consumer-{uuid4().hex}", **{"longest": NEVER, **options})
+    consumer: str = options.pop("consumer", f"consumer-{uuid4().hex}")
+    return RedisInbox(consumer, **{"longest": NEVER, **options})
+
+
+def patient(box: RedisInbox) -> RedisInbox:
+    """Return the inbox of the same consumer with a lease that does not end during a test, however slow it is."""
+    return inbox(lease=timedelta(minutes=10), consumer=box.consumer)
 
 
 async def elsewhere(work: Awaitable[Any]) -> Any:  # noqa: ANN401
@@ -334,7 +340,7 @@ async def test_whoever_is_late_is_fenced_and_the_effect_happens_once(shop: Shop,
     box, handled = inbox(lease=SHORT), message()
     shop.transactions = shop.also(shop.client, mode=mode)
 
-    async with workers(shop, box) as (late, other):
+    async with workers(shop, box, 1) as (late,), workers(shop, patient(box), 1) as (other,):
         slow = await late.claim(handled)
         assert slow is not None
         await effect(shop, slow)
@@ -379,7 +385,7 @@ async def test_whoever_is_late_and_fails_deletes_nobody_elses_claim(shop: Shop) 
     """S0-37, D2: compare and delete, by the token."""
     box, handled = inbox(lease=SHORT), message()
 
-    async with workers(shop, box) as (late, other):
+    async with workers(shop, box, 1) as (late,), workers(shop, patient(box), 1) as (other,):
         assert await late.claim(handled) is not None
         await until(has_no_mark(shop, box, handled), "the end of the lease")
         assert await other.claim(handled) is not None
@@ -390,8 +396,8 @@ async def test_whoever_is_late_and_fails_deletes_nobody_elses_claim(shop: Shop) 
 
 async def test_a_lease_is_renewed_while_the_handler_runs_and_no_longer(shop: Shop) -> None:
     """S0-19: a slow handler keeps its message, up to a limit."""
-    box, handled = inbox(lease=SHORT, longest=timedelta(minutes=1)), message()
-    limited, stuck = inbox(lease=SHORT, longest=4 * SHORT), message()
+    box, handled = inbox(lease=6 * SHORT, longest=timedelta(minutes=1)), message()
+    limited, stuck = inbox(lease=2 * SHORT, longest=12 * SHORT), message()
 
     async with workers(shop, box) as (worker, other), workers(shop, limited, 1) as (hanging,):
         transaction = await worker.claim(handled)

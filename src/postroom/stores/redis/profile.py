@@ -363,12 +363,13 @@ def _checked(profile: Profile, facts: Mapping[str, str], replicas: int) -> Check
         needed += ["appendonly"]
         is_written_at_once = facts.get("appendfsync") == "always" and not _skips_fsync(facts)
         if "WAITAOF" in facts and not is_written_at_once:
-            waits += ["WAITAOF"]
+            waits.append("WAITAOF")
         else:
             needed += ["appendfsync"]
     if profile == "replicated":
         needed += ["connected replicas"]
-        waits += ["WAIT"] if "WAIT" in facts else []
+        if "WAIT" in facts:
+            waits.append("WAIT")
     needed += ["run"] if waits else []
     return Checked(
         profile=profile,

@@ -209,7 +209,7 @@ class RedisTransactions:
             recorder.mark = None  # once is enough to try; the lease ends by itself
             if _was_answered(error):
                 raise error from None
-            transaction.witness = partial(self._was_applied, recorder, mark)
+            transaction.witness = partial(self._was_applied, mark)
             raise CommitUnknownError from error
         if answer[0] in {"DONE", "PARTIAL"}:
             return answer
@@ -218,10 +218,9 @@ class RedisTransactions:
             raise CommitRefusedError(str(error)) from error
         raise error
 
-    async def _was_applied(self, recorder: Recorder, mark: Mark) -> bool:
-        word, *_ = await drop(self.client, mark)
-        if word == "DONE" and recorder.assure is not None:
-            await recorder.assure()
+    async def _was_applied(self, mark: Mark) -> bool:
+        async with self.assurance.confirmed(self._prefix):
+            word, *_ = await drop(self.client, mark)
         return word == "DONE"
 
     def _judge(self, answer: list[str], mark: Mark) -> None:
