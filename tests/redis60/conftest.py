@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from postroom.testing.clients import RedisClient, ValkeyClient
+from postroom.testing.plugin import skip_or_fail
 from postroom.testing.redis60 import Redis60
+from postroom.testing.servers import RedisServer, ServerMissingError, ValkeyServer
 
 HERE = Path(__file__).parent
 #: What takes long for its amounts, or starts processes; others say the same of commands.
@@ -31,20 +33,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def redis_server(redis_server: RedisClient) -> Iterator[RedisClient]:
-    for old in before(redis_server):
+def redis_server() -> Iterator[RedisClient]:
+    for old in before(RedisServer()):
         yield RedisClient(old.dsn)
 
 
 @pytest.fixture(scope="session")
-def valkey_server(valkey_server: ValkeyClient) -> Iterator[ValkeyClient]:
-    for old in before(valkey_server):
+def valkey_server() -> Iterator[ValkeyClient]:
+    for old in before(ValkeyServer()):
         yield ValkeyClient(old.dsn)
 
 
-def before(server: RedisClient) -> Iterator[Redis60]:
-    with Redis60(server.dsn) as old:
-        yield old
+def before(server: RedisServer) -> Iterator[Redis60]:
+    """Start a server that nobody else uses, since it tells of everybody's scripts, and the proxy before it."""
+    try:
+        server.start()
+    except ServerMissingError as error:
+        skip_or_fail(error)
+    try:
+        with Redis60(server.dsn) as old:
+            yield old
+    finally:
+        server.stop()
     assert old.slips == [], "scripts have called what Redis 6.0 does not know"
     # The library beneath introduces itself; a profile asks whether there is WAITAOF.
     assert {words[0].upper() for words in old.refused} <= {b"CLIENT", b"WAITAOF"}
