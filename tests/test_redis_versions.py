@@ -268,13 +268,14 @@ def test_the_proxy_refuses_as_redis_6_does(old: Redis60, words: Sequence[str | i
 @pytest.mark.parametrize("protocol", [2, 3])
 async def test_the_proxy_answers_in_turn_and_says_that_it_is_old(old: Redis60, protocol: int) -> None:
     key = f"test-{uuid4().hex}"
-    async with redis.asyncio.Redis.from_url(old.dsn, protocol=protocol) as client:
-        pipeline: Foreign = client.pipeline(transaction=False)
+    library: Foreign = redis.asyncio.Redis
+    async with library.from_url(old.dsn, protocol=protocol) as client:
+        pipeline = client.pipeline(transaction=False)
         pipeline.set(key, "v").execute_command("GETDEL", key).get(key).set(key, "w", get=True).info("server").delete(
             key
         )
         stored, refused, found, misread, info, deleted = await pipeline.execute(raise_on_error=False)
-        greeting: Foreign = await client.execute_command("HELLO", protocol)
+        greeting = await client.execute_command("HELLO", protocol)
 
     assert (stored, found, deleted) == (True, b"v", 1)
     assert "unknown command `GETDEL`" in str(refused)
