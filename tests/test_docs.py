@@ -339,10 +339,23 @@ async def test_the_pattern_of_tickets_works_as_printed(names: dict[str, Any], va
     assert isinstance(names["answer"], Enqueued)
 
 
+async def test_the_page_about_redis_is_true_of_clusters() -> None:
+    """S0-31: stores know by the URL what their server is."""
+    [naming] = [snippet for snippet in snippets("docs/redis.md") if "redis+cluster:" in snippet]
+    names: dict[str, Any] = {}
+
+    await execute(naming, names)
+
+    assert type(names["in_cluster"].client).__name__ == "RedisCluster"
+    assert names["by_sentinel"].client.connection_pool.service_name == "mymaster"
+
+
 async def test_the_page_about_redis_is_true(valkey_url: str) -> None:
     """S0-05, S0-06, S0-29, S0-58: added in a pipeline, delivered, and handled by code that knows no Redis."""
     adding, delivering, handling = (
-        snippet.replace("redis://localhost:6379", valkey_url) for snippet in snippets("docs/redis.md")
+        snippet.replace("redis://localhost:6379", valkey_url)
+        for snippet in snippets("docs/redis.md")
+        if "redis+cluster:" not in snippet
     )
     names: dict[str, Any] = {}
     await execute(adding, names)

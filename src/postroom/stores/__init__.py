@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     _proof: list[type[Store]] = [MemoryStore, MySQLStore, PostgresStore, RedisStore, SQLiteStore]
 
-ACCEPTED = "postgresql://…, postgresql+psycopg://…, mysql://…, mariadb://…, sqlite:///file, redis://…, memory:"
+ACCEPTED = (
+    "postgresql://…, postgresql+psycopg://…, mysql://…, mariadb://…, sqlite:///file, "
+    "redis://…, redis+cluster://…, redis+sentinel://…, memory:"
+)
 #: What is said of tables only, and what of servers only that may forget.
 _OF_TABLES = frozenset({"schema", "inbox"})
 _OF_REDIS = frozenset({"profile", "replicas"})

@@ -98,8 +98,6 @@ def _cluster(address: _Address, options: dict[str, Foreign]) -> Foreign:
         startup_nodes=nodes,
         # Slots of others may be down: whether ours are is told when they are asked.
         require_full_coverage=False,
-        # Otherwise it closes all connections after a few redirections, also those that wait for an answer.
-        reinitialize_steps=0,
         **_wanted(address, options),
     )
 
@@ -121,10 +119,9 @@ def place(server: Foreign) -> str:
     if not isinstance(server, str):
         return "redis"
     url = urlsplit(server)
-    hosts = url.netloc.rpartition("@")[2]
-    if not hosts:
-        return f"{url.scheme}://localhost:{_PORT}"
-    return f"{url.scheme}://{hosts}" if ":" in hosts.rpartition("]")[2] else f"{url.scheme}://{hosts}:{_PORT}"
+    hosts = url.netloc.rpartition("@")[2] or "localhost"
+    is_plain = "," not in hosts and ":" not in hosts.rpartition("]")[2]
+    return f"{url.scheme}://{hosts}:{_PORT}" if is_plain else f"{url.scheme}://{hosts}"
 
 
 async def hang_up(client: Foreign) -> None:

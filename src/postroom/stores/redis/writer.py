@@ -167,14 +167,18 @@ class AsyncRedisWriter(_NoInbox):
     async def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[Added]:
         """Append messages to a stream, all or none of them."""
         commands = outbox.commands(additions)
+        is_queueing = _is_queueing(connection)
         await _find(connection)
-        queue = connection if _is_queueing(connection) else connection.pipeline(transaction=True)
+        # One command needs no transaction; in a cluster, only without one is it noticed at once that a server is gone.
+        is_alone = is_queueing or len(commands) == 1
+        queue = connection if is_alone else connection.pipeline(transaction=True)
         for command in commands:
             queued = queue.execute_command(*command)
             if asyncio.iscoroutine(queued):
                 await queued
-        if queue is not connection:
+        if not is_alone:
             await queue.execute()
+        if not is_queueing:
             _wake(outbox, additions)
         return _hoped(additions)
 
