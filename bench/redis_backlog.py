@@ -83,4 +83,4 @@ async def _fill(client: Redis, text: str, keys: list[str], count: int, *argument
     await client.flushdb()
     for first in range(1, count + 1, _AT_ONCE):
         last = min(first + _AT_ONCE - 1, count)
-        await client.eval(text, len(keys), *keys, first, last, *arguments)  # type: ignore[misc, arg-type]
+        await client.eval(text, len(keys), *keys, first, last, *arguments)

@@ -48,7 +48,7 @@ class Raw(PostroomRedis):
     async def _claim(self, client: Redis, _: int, arrivals: Arrivals) -> None:
         size, claim, settle = len(KEYS.all), script("claim").digest, script("settle").digest
         while True:
-            parts: list[Any] = await client.evalsha(claim, size, *KEYS.all, _BATCH, *_TERMS)  # type: ignore[misc, arg-type]
+            parts: list[Any] = await client.evalsha(claim, size, *KEYS.all, _BATCH, *_TERMS)
             del parts[0]
             if not parts:
                 return
@@ -57,7 +57,7 @@ class Raw(PostroomRedis):
             told = b"".join(
                 [identity + token.to_bytes(8) for identity, token in zip(parts[::_PARTS], tokens, strict=True)]
             )
-            await client.evalsha(settle, size, *KEYS.all, 0, told)  # type: ignore[misc]
+            await client.evalsha(settle, size, *KEYS.all, 0, told)
 
     async def _read(self, client: Redis, number: int, arrivals: Arrivals) -> None:
         while True:

@@ -49,7 +49,7 @@ class Trial(PostroomRedis):
         async def theirs(pipeline: Pipeline, number: int) -> None:
             for n in range(batch):
                 identity = uuid7().bytes
-                pipeline.hset(_ENTRIES, identity, json.dumps(_event(number + n)).encode())  # type: ignore[arg-type]
+                pipeline.hset(_ENTRIES, identity, json.dumps(_event(number + n)).encode())
                 pipeline.zadd(_DUE, {identity: time.time()})
 
         await self.fill(0, 0)
@@ -62,7 +62,7 @@ class Trial(PostroomRedis):
                         await work(pipeline, number)
                         await pipeline.execute()
                     taken[work].append(time.perf_counter() - began)
-            added, by_hand = await client.hlen(KEYS.all[0]), await client.hlen(_ENTRIES)  # type: ignore[misc]
+            added, by_hand = await client.hlen(KEYS.all[0]), await client.hlen(_ENTRIES)
         if added != count * batch or by_hand != added:
             raise RuntimeError(f"{added} and {by_hand} messages of {count * batch} are there")
         # The first ones open connections and fill caches.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
@@ -100,10 +101,9 @@ def _head(text: bytes) -> _Head:
 
 def _salvaged(text: bytes) -> _Head:
     """Return what can be read of a head that is broken."""
-    try:
+    told: Mapping[str, Any] = {}
+    with suppress(ValueError, TypeError):
         told = _told(text)
-    except (ValueError, TypeError):
-        told = {}
     return _said(told, str(told.get("topic", "")), str(told.get("type", "")), {}, None)
 
 
