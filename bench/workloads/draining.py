@@ -92,7 +92,7 @@ def redis_stream(bench: Bench) -> Iterator[Result]:
 def _redis(
     bench: Bench, store: str, options: Mapping[str, Any], goals: Mapping[str, float], peer: Entry
 ) -> Iterator[Result]:
-    count = bench.size(100_000, 10_000)
+    count = bench.size(100_000, 4_000)
     name = peer.contender.rpartition(".")[2]
     entries = {
         "postroom": Entry("contenders.postroom_redis", options),

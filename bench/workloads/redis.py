@@ -17,7 +17,7 @@ _FEW = 1000
 def added(bench: Bench) -> Iterator[Result]:
     """A hundred messages in a MULTI of their own, and one."""
     dsn = bench.database("redis")
-    batches, singles = bench.size(300, 40), bench.size(1500, 100)
+    batches, singles = bench.size(300, 30), bench.size(1500, 60)
     rounds = [bench.call(_TRIAL, dsn, "add", batches=batches, singles=singles) for _ in range(bench.rounds)]
     many, one = zip(*rounds, strict=True)
     yield Result(
@@ -33,7 +33,7 @@ def added(bench: Bench) -> Iterator[Result]:
 
 def flat(bench: Bench) -> Iterator[Result]:
     """Claims of 100 beside a million messages, over those beside a thousand."""
-    count, claims = bench.size(1_000_000, 20_000), bench.size(200, 30)
+    count, claims = bench.size(1_000_000, 20_000), bench.size(200, 20)
     large, small = bench.database("redis"), bench.database("redis")
     sizes = {large: count, small: _FEW}
     bench.prepare(Job(_TRIAL, dsn, {"fill": {"count": size, "keys": 0}}) for dsn, size in sizes.items())
