@@ -52,7 +52,7 @@ chaos: setup ## Break things under load and check every promise; SECONDS=60 STOR
 	@$(BIN)/python -m chaos --store $(STORE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 .PHONY: bench
-bench: $(VENV)/.bench ## Measure against bare SQL and the peers; QUICK=1 takes three minutes, ONLY=postgres.add a part.
+bench: $(VENV)/.bench ## Measure against bare commands and the peers; QUICK=1 takes three minutes, ONLY=postgres.add a part.
 	$(BIN)/python -m bench $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: format
@@ -99,6 +99,8 @@ $(VENV)/.full: $(VENV)/.pip pyproject.toml scripts/setup-servers
 	scripts/setup-servers
 	@touch $(VENV)/.runtime $@
 
-$(VENV)/.bench: $(VENV)/.full
+$(VENV)/.bench: $(VENV)/.full bench/arq.txt
 	$(PIP_INSTALL) $(EVERYTHING) --group bench $(PINNED)
+	$(BIN)/python -m venv --clear --without-pip $(VENV)/peers/arq
+	$(BIN)/python -m pip --python $(VENV)/peers/arq/bin/python install --quiet --disable-pip-version-check -r bench/arq.txt
 	@touch $@

@@ -20,7 +20,7 @@ def main() -> None:
     """Run the workloads that were asked for; whatever they show, this ends well."""
     parser = argparse.ArgumentParser(
         prog="make bench",
-        description="Measure postroom against bare SQL and against its peers; speeds are ratios of one run.",
+        description="Measure postroom against bare commands and against its peers; speeds are ratios of one run.",
         epilog="examples: make bench · make bench QUICK=1 · make bench ONLY=postgres.add",
     )
     parser.add_argument("--quick", action="store_true", help="less of everything: under three minutes")

@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
 
 from rich.progress import Progress, TaskID
 
-from postroom.testing.servers import MariaDBServer, PostgresServer, SqlServer
+from postroom.testing.clients import RedisClient
+from postroom.testing.servers import (
+    MariaDBServer,
+    PostgresServer,
+    RedisServer,
+    Server,
+    ServerMissingError,
+    SqlServer,
+    ValkeyServer,
+)
 
-__all__ = ["Bench", "Entry", "Race", "Result"]
+__all__ = ["Bench", "Entry", "Job", "Kind", "Race", "Result"]
 
 ROOT = Path(__file__).parents[1]
 #: Not what a laptop's package would set, but far from what a database server has.
 _POSTGRES = {"shared_buffers": "256MB", "max_wal_size": "4GB", "fsync": "on", "synchronous_commit": "on"}
 _MARIADB = {"innodb-buffer-pool-size": "256M", "innodb-flush-log-at-trx-commit": "1"}
+#: The log is flushed every second, as by default; to write it anew in the midst of a measurement would disturb one.
+_REDIS = {"appendfsync": "everysec", "auto-aof-rewrite-percentage": "0"}
 _PATIENCE = 600
+#: What part of the backlog warms up the server; everything else is new in every round anyway.
+_WARM_UP = 20
+#: Where peers live that cannot share our packages; each has a virtual environment of its own.
+_PEERS = Path(sys.prefix) / "peers"
+
+#: What there are databases of.
+Kind: TypeAlias = Literal["postgres", "mariadb", "sqlite", "redis"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +73,16 @@ class Entry:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     #: How much of the backlog it is given; less than all only for one that would take many minutes.
     share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Calls to be made one after the other in a process of their own, each with its arguments."""
+
+    contender: str
+    dsn: str
+    calls: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True)
@@ -85,8 +118,8 @@ class Bench:
         self._progress = progress
         self._task: TaskID = progress.add_task("starting", total=None, step="")
         self._stack = ExitStack()
-        self._servers: dict[str, SqlServer] = {}
-        self._databases = 0
+        self._servers: dict[Kind, Server] = {}
+        self._databases: Counter[Kind] = Counter()
 
     def __enter__(self) -> Self:
         """Make room for files; servers are started when they are first needed."""
@@ -115,30 +148,36 @@ class Bench:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the servers that were used."""
-        return {
-            name: server.client.query("SELECT version()").strip().partition(" on ")[0]
-            for name, server in self._servers.items()
-        }
+        return {kind: _version(server) for kind, server in self._servers.items()}
 
-    def database(self, kind: Literal["postgres", "mariadb", "sqlite"]) -> str:
+    def database(self, kind: Kind) -> str:
         """Return the DSN of an empty database."""
-        self._databases += 1
-        name = f"bench_{self._databases}"
+        self._databases[kind] += 1
+        number = self._databases[kind]
         if kind == "sqlite":
-            return f"sqlite:///{self._folder / name}.sqlite3"
-        return self._server(kind).create_database(name)
+            return f"sqlite:///{self._folder / f'bench_{number}'}.sqlite3"
+        server = self._server(kind)
+        if isinstance(server, SqlServer):
+            return server.create_database(f"bench_{number}")
+        return urlsplit(server.dsn)._replace(path=f"/{number}").geturl()
 
-    def _server(self, kind: str) -> SqlServer:
+    def _server(self, kind: Kind) -> Server:
         if kind not in self._servers:
-            server = PostgresServer(settings=_POSTGRES) if kind == "postgres" else MariaDBServer(settings=_MARIADB)
+            server: Server
+            match kind:
+                case "postgres":
+                    server = PostgresServer(settings=_POSTGRES)
+                case "mariadb":
+                    server = MariaDBServer(settings=_MARIADB)
+                case _:
+                    server = _redis_kind()(settings=_REDIS)
             self._servers[kind] = self._stack.enter_context(server)
         return self._servers[kind]
 
-    def start(self, contender: str, dsn: str, call: str, **arguments: Any) -> subprocess.Popen[str]:  # noqa: ANN401
-        """Start a call in a process of its own; ``options`` among the arguments are the contender's."""
-        options = arguments.pop("options", {})
-        order = {"contender": contender, "dsn": dsn, "options": options, "call": call, "arguments": arguments}
-        command = [sys.executable, "-m", "bench.worker", json.dumps(order)]
+    def start(self, job: Job) -> subprocess.Popen[str]:
+        """Start calls in a process of their own; its answer is that of the last one."""
+        home = _PEERS / job.contender.rpartition(".")[2] / "bin" / "python"
+        command = [str(home) if home.exists() else sys.executable, "-m", "bench.worker", json.dumps(asdict(job))]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def answer(self, process: subprocess.Popen[str]) -> Any:  # noqa: ANN401 -- whatever the call returned
@@ -153,27 +192,52 @@ class Bench:
 
     def call(self, contender: str, dsn: str, call: str, **arguments: Any) -> Any:  # noqa: ANN401 -- see answer
         """Make a call in a process of its own, and return what it returned."""
-        self._progress.update(self._task, step=f"{contender.rpartition('.')[2]} {call}")
-        return self.answer(self.start(contender, dsn, call, **arguments))
+        return self.run(Job(contender, dsn, {call: arguments}))
 
-    def race(
-        self, entries: Mapping[str, Entry], kind: Literal["postgres", "mariadb", "sqlite"], *, count: int, keys: int = 0
-    ) -> Race:
+    def run(self, job: Job) -> Any:  # noqa: ANN401 -- see answer
+        """Make calls in a process of their own, and return what the last one returned."""
+        self._progress.update(self._task, step=f"{job.contender.rpartition('.')[2]} {' '.join(job.calls)}")
+        return self.answer(self.start(job))
+
+    def prepare(self, jobs: Iterable[Job]) -> None:
+        """Do what is not measured, as much of it at a time as there are processors."""
+        self._progress.update(self._task, step="preparing")
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for _ in threads.map(lambda job: self.answer(self.start(job)), jobs):
+                pass
+
+    def race(self, entries: Mapping[str, Entry], kind: Kind, *, count: int, keys: int = 0) -> Race:
         """Let everybody empty the same backlog, in turns, so that what disturbs one disturbs all."""
         databases = {name: self.database(kind) for name in entries}
         race = Race()
-        for name, entry in entries.items():
-            self.call(entry.contender, databases[name], "prepare", options=entry.options)
+        for name in entries:
             race.seconds[name], race.wrong[name] = [], dict.fromkeys(("lost", "doubled", "reordered"), 0)
         for number in range(self.rounds + 1):
             for name, entry in entries.items():
                 warming = number == 0
-                share = int(count * entry.share) // (10 if warming else 1)
-                backlog = {"options": entry.options, "count": share, "keys": keys}
-                self.call(entry.contender, databases[name], "fill", **backlog)
-                drained = self.call(entry.contender, databases[name], "drain", **backlog)
+                share = int(count * entry.share) // (_WARM_UP if warming else 1)
+                backlog = {"count": share, "keys": keys}
+                calls = {**({"prepare": {}} if warming else {}), "fill": backlog, "drain": backlog}
+                drained = self.run(Job(entry.contender, databases[name], calls, entry.options))
                 if not warming:
                     race.seconds[name].append(drained["seconds"] / share)
                     for kind_of_wrong in race.wrong[name]:
                         race.wrong[name][kind_of_wrong] += drained[kind_of_wrong]
         return race
+
+
+def _redis_kind() -> type[RedisServer]:
+    """Return Redis, or what came with the Python packages if there is none."""
+    try:
+        RedisServer.programs.find(*RedisServer.names, folder=None)
+    except ServerMissingError:
+        return ValkeyServer
+    return RedisServer
+
+
+def _version(server: Server) -> str:
+    if isinstance(server, SqlServer):
+        return server.client.query("SELECT version()").strip().partition(" on ")[0]
+    told = dict(re.findall(r"(valkey|redis)_version:(\S+)", str(RedisClient(server.dsn).ask("INFO", "server"))))
+    name = "valkey" if "valkey" in told else "redis"
+    return f"{name.title()} {told[name]}"

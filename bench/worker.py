@@ -1,7 +1,7 @@
 """One measurement as a process of its own, so that none inherits the memory or the caches of another.
 
-Run as ``python -m bench.worker JSON``, with ``contender``, ``dsn``, ``options``, ``call`` and ``arguments``; the
-answer is one line of JSON.
+Run as ``python -m bench.worker JSON``, with ``contender``, ``dsn``, ``options`` and ``calls``, which are made one after
+the other; the answer of the last one is one line of JSON.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from .contender import contender
 
 
 async def main(text: str) -> None:
-    """Make one call and print what it answers."""
+    """Make calls and print what the last one answers."""
     order = json.loads(text)
     subject = contender(order["contender"], order["dsn"], **order["options"])
-    answer = await getattr(subject, order["call"])(**order["arguments"])
+    answer: object = None
+    for call, arguments in order["calls"].items():
+        answer = await getattr(subject, call)(**arguments)
     print(json.dumps(dataclasses.asdict(answer) if dataclasses.is_dataclass(answer) else answer))  # type: ignore[arg-type]
 
 

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from uuid import UUID, uuid4
 
 import pytest
 from rich.progress import Progress
 
 from bench.contender import PAYLOAD, Arrivals, payload
+from bench.contenders.postroom_redis import PostroomRedis
 from bench.measure import Bench, Entry, Race, Result
+from bench.redis_backlog import connect
 from bench.report import environment, table, write_json, write_picture
+from bench.trials.redis import Trial
 from bench.workloads import WORKLOADS
+from postroom import Message
+from postroom.store import Claim, ClaimTerms
+from postroom.testing.servers import ValkeyServer
+
+TERMS = ClaimTerms(worker=uuid4())
+
+
+@pytest.fixture
+def valkey_dsn(private_valkey: ValkeyServer) -> str:
+    """The address of a server that may be emptied."""
+    return private_valkey.dsn
 
 
 @pytest.mark.parametrize(
@@ -59,6 +75,53 @@ def test_every_contender_of_a_store_empties_its_backlog_and_nothing_is_lost() ->
 
     assert race.wrong == {name: {"lost": 0, "doubled": 0, "reordered": 0} for name in entries}
     assert race.ratio("us", "raw") > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_both_contenders_of_a_store_in_redis_empty_its_backlog_and_nothing_is_lost(stream: bool) -> None:  # noqa: FBT001
+    with Progress(disable=True) as progress, Bench(progress, quick=True) as bench:
+        bench.rounds = 1
+        options = {"stream": stream}
+        entries = {"us": Entry("contenders.postroom_redis", options), "raw": Entry("contenders.raw_redis", options)}
+
+        race = bench.race(entries, "redis", count=700)
+        versions = bench.versions()
+
+    assert race.wrong == {name: {"lost": 0, "doubled": 0, "reordered": 0} for name in entries}
+    assert race.ratio("us", "raw") > 0
+    assert versions["redis"].split()[0] in {"Redis", "Valkey"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_backlog_that_redis_makes_is_the_one_that_would_be_added(stream: bool, valkey_dsn: str) -> None:  # noqa: FBT001
+    """Otherwise the figures would be those of other messages."""
+    subject = PostroomRedis(valkey_dsn, stream=stream)
+    await subject.fill(3, 0)
+    store = subject.store()
+    made = await store.claim(10, TERMS)
+
+    await subject.fill(0, 0)
+    async with connect(valkey_dsn) as client:
+        for number in (1, 2, 3):
+            await store.outbox().add(client, Message(topic="orders", payload=payload(number)))
+    added = await store.claim(10, TERMS)
+    await store.close()
+
+    assert [claim.message.payload for claim in made] == [payload(number) for number in (1, 2, 3)]
+    assert [_without_id(claim) for claim in made] == [_without_id(claim) for claim in added]
+    assert len({claim.message.id for claim in made}) == 3
+
+
+def _without_id(claim: Claim) -> tuple[object, ...]:
+    return replace(claim.message, id=UUID(int=0)), claim.suspect, claim.broken
+
+
+async def test_what_is_measured_in_redis_can_be_measured(valkey_dsn: str) -> None:
+    trial = Trial(valkey_dsn)
+
+    assert all(ratio > 0 for ratio in await trial.add(batches=3, singles=3))
+    assert await trial.room(2000) > 0
+    assert await trial.median(claims=3) > 0
 
 
 def test_a_consumer_and_the_loop_by_hand_do_the_same_work_and_nothing_is_lost() -> None:

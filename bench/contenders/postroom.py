@@ -10,26 +10,16 @@ from typing import Any, cast
 
 import asyncpg
 
-from postroom import Delivered, Dispatcher, Message, Outbox, Outcome
+from postroom import Dispatcher, Message, Outbox
 from postroom.stores import PostgresStore, open_url
 from postroom.stores.sql.store import SQLStore
 
 from ..backlog import fill
 from ..contender import Arrivals, Drained
 from ..idle import Bell
+from ..sink import Sink
 
 __all__ = ["Postroom", "contender"]
-
-
-class Sink:
-    """A publisher that does nothing but take note."""
-
-    def __init__(self, arrivals: Arrivals) -> None:
-        self._payloads = arrivals.payloads
-
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome]:
-        self._payloads += [message.payload for message in messages]
-        return [Delivered()] * len(messages)
 
 
 class Postroom:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from ..measure import Bench, Result
-from . import adding, claiming, dispatching, draining, handling, latency
+from . import adding, claiming, dispatching, draining, handling, latency, redis
 
 __all__ = ["WORKLOADS", "Workload"]
 
@@ -18,6 +18,8 @@ WORKLOADS: dict[str, Workload] = {
     "postgres.drain_ordered.": draining.ordered,
     "sqlite.drain.": draining.sqlite,
     "mariadb.drain.": draining.mariadb,
+    "redis.drain.": draining.redis,
+    "redis_stream.drain.": draining.redis_stream,
     "postgres.add": adding.added,
     "postgres.commit_rate.": adding.committed,
     "postgres.latency.": latency.noticed,
@@ -27,4 +29,7 @@ WORKLOADS: dict[str, Workload] = {
     "dispatcher.two_processes": dispatching.two_processes,
     "consume.postgres.": handling.consumed,
     "router.dispatch.": handling.dispatched,
+    "redis.add": redis.added,
+    "redis.claim.": redis.flat,
+    "redis.bytes_per_message": redis.stored,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from ..measure import Bench, Result
+from ..measure import Bench, Job, Result
 
 __all__ = ["memory", "two_processes"]
 
@@ -39,7 +39,7 @@ def two_processes(bench: Bench) -> Iterator[Result]:
     for _ in range(bench.rounds):
         for processes, measured in rates.items():
             bench.call(_TRIAL, dsn, "fill", count=count, keys=0)
-            running = [bench.start(_TRIAL, dsn, "work", cost=_COST) for _ in range(processes)]
+            running = [bench.start(Job(_TRIAL, dsn, {"work": {"cost": _COST}})) for _ in range(processes)]
             answers = [bench.answer(process) for process in running]
             delivered = sum(answer["delivered"] for answer in answers)
             if delivered != count:

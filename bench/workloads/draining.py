@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ..measure import Bench, Entry, Race, Result
 
-__all__ = ["loose", "mariadb", "ordered", "sqlite"]
+__all__ = ["loose", "mariadb", "ordered", "redis", "redis_stream", "sqlite"]
 
 _US = Entry("contenders.postroom")
 _RAW = Entry("contenders.raw")
@@ -18,8 +19,9 @@ def loose(bench: Bench) -> Iterator[Result]:
     entries = {
         "postroom": _US,
         "raw": _RAW,
-        "faststream_outbox": Entry("contenders.faststream_outbox"),
-        "pgqueuer": Entry("contenders.pgqueuer"),
+        # Half of the backlog is long enough for those who take ten seconds and more, and if anything easier.
+        "faststream_outbox": Entry("contenders.faststream_outbox", share=0.5),
+        "pgqueuer": Entry("contenders.pgqueuer", share=0.5),
         "txoutbox": Entry("contenders.txoutbox"),
     }
     if not bench.quick:
@@ -50,7 +52,7 @@ def loose(bench: Bench) -> Iterator[Result]:
 def ordered(bench: Bench) -> Iterator[Result]:
     """Messages over 500 keys in PostgreSQL, in the order of each key."""
     count = bench.size(100_000, 4_000)
-    entries = {"postroom": _US, "raw": _RAW, "txoutbox": Entry("contenders.txoutbox")}
+    entries = {"postroom": _US, "raw": _RAW, "txoutbox": Entry("contenders.txoutbox", share=0.5)}
     race = bench.race(entries, "postgres", count=count, keys=500)
     for name, other, goal in (("of_raw", "raw", 0.4), ("vs_txoutbox", "txoutbox", 3.0)):
         yield Result(
@@ -74,6 +76,38 @@ def mariadb(bench: Bench) -> Iterator[Result]:
     count = bench.size(100_000, 3_000)
     race = bench.race({"postroom": _US, "raw": Entry("contenders.raw_mariadb")}, "mariadb", count=count)
     yield _of_raw("mariadb.drain.of_raw", race, 0.5, f"{count:,} messages")
+
+
+def redis(bench: Bench) -> Iterator[Result]:
+    """Messages in the store of scripts: against the bare scripts, and against arq."""
+    yield from _redis(bench, "redis", {}, {"of_raw": 0.5, "vs_arq": 5.0}, Entry("contenders.arq", share=0.02))
+
+
+def redis_stream(bench: Bench) -> Iterator[Result]:
+    """Messages in a stream: against the bare commands, and against taskiq."""
+    peer = Entry("contenders.taskiq_redis", share=0.04)
+    yield from _redis(bench, "redis_stream", {"stream": True}, {"of_raw": 0.6, "vs_taskiq_redis": 2.0}, peer)
+
+
+def _redis(
+    bench: Bench, store: str, options: Mapping[str, Any], goals: Mapping[str, float], peer: Entry
+) -> Iterator[Result]:
+    count = bench.size(100_000, 4_000)
+    name = peer.contender.rpartition(".")[2]
+    entries = {
+        "postroom": Entry("contenders.postroom_redis", options),
+        "raw": Entry("contenders.raw_redis", options),
+        name: peer,
+    }
+    race = bench.race(entries, "redis", count=count)
+    yield _of_raw(f"{store}.drain.of_raw", race, goals["of_raw"], f"{count:,} messages, nothing kept")
+    yield Result(
+        name=f"{store}.drain.vs_{name}",
+        value=race.ratio("postroom", name),
+        goal=goals[f"vs_{name}"],
+        better="higher",
+        detail=f"{int(count * peer.share):,} messages: {race.told(name)}",
+    )
 
 
 def _of_raw(name: str, race: Race, goal: float, words: str) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from ..measure import Bench, Entry, Result
+from ..measure import Bench, Entry, Job, Result
 
 __all__ = ["noticed"]
 
@@ -22,12 +22,11 @@ def noticed(bench: Bench) -> Iterator[Result]:
     count = bench.size(500, 30) // bench.rounds
     databases = {name: bench.database("postgres") for name in _ENTRIES}
     latencies: dict[str, list[float]] = {name: [] for name in _ENTRIES}
-    for name, entry in _ENTRIES.items():
-        bench.call(entry.contender, databases[name], "prepare")
+    bench.prepare(Job(entry.contender, databases[name], {"prepare": {}}) for name, entry in _ENTRIES.items())
     for _ in range(bench.rounds):
         for name, entry in _ENTRIES.items():
-            call = {"count": count, "options": entry.options}
-            latencies[name] += bench.call(entry.contender, databases[name], "latencies", **call)
+            job = Job(entry.contender, databases[name], {"latencies": {"count": count}}, entry.options)
+            latencies[name] += bench.run(job)
     told = "; ".join(
         f"{name} p50 {_percentile(of, 50) * 1e3:.1f} ms, p99 {_percentile(of, 99) * 1e3:.1f} ms"
         for name, of in latencies.items()

@@ -67,5 +67,7 @@ def function(name: str) -> str:
 
 @lru_cache(maxsize=32)
 def source(name: str) -> str:
-    """Return what a file holds."""
-    return (files(__name__.rpartition(".")[0]) / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    """Return what a file says, without comments and margins, since pipelines send it all; lines keep their numbers."""
+    text = (files(__name__.rpartition(".")[0]) / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.split("\n")]
+    return "\n".join("" if line.startswith("--") else line for line in lines)

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, Final
 from uuid import uuid4
@@ -21,7 +21,7 @@ from .profile import Assurance, Profile
 from .record import clipped
 from .stream_keys import StreamKeys
 from .stream_outbox import StreamOutbox
-from .stream_record import Fields, Marshal, Unmarshal, moment, salvaged, unmarshalled
+from .stream_record import Fields, Marshal, Unmarshal, arrival, moment, salvaged, unmarshalled
 
 __all__ = ["RedisStreamStore", "StreamClaim"]
 
@@ -216,20 +216,21 @@ class RedisStreamStore:
     def _claim(
         self, entry: bytes, fields: dict[bytes, bytes], attempt: int, token: int, *, is_suspect: bool = False
     ) -> StreamClaim:
-        name, added = entry.decode(), fields.pop(_TIME, None)
+        name, added = entry.decode(), fields.pop(_TIME) if _TIME in fields else None
         try:
-            message = self._message(fields, attempt, token, _arrived(name, added))
+            time = arrival(name) if added is None else moment(added)
+            if self._unmarshal is None:
+                message = unmarshalled(fields, self.namespace, attempt, token, time)
+            else:
+                message = self._made(self._unmarshal, fields, attempt, token, time)
         except DecodeError as error:
             broken = salvaged(fields, name, namespace=self.namespace, attempt=attempt, token=token)
             return StreamClaim(broken, is_suspect, str(error), name)
         return StreamClaim(message, is_suspect, None, name)
 
-    def _message(self, fields: Fields, attempt: int, token: int, arrived: int) -> Message:
-        if self._unmarshal is None:
-            return unmarshalled(fields, self.namespace, attempt, token, arrived)
+    def _made(self, unmarshal: Unmarshal, fields: Fields, attempt: int, token: int, time: datetime) -> Message:
         try:
-            message = self._unmarshal(fields)
-            return replace(message, namespace=self.namespace, attempt=attempt, token=token, time=moment(arrived))
+            return replace(unmarshal(fields), namespace=self.namespace, attempt=attempt, token=token, time=time)
         except Exception as error:  # noqa: BLE001 -- one entry that it cannot read must not hold up all the others
             raise DecodeError(f"the entry cannot be read ({type(error).__name__})") from None
 
@@ -354,14 +355,6 @@ def _entries(answer: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:  # noqa: AN
     if not found:
         return []
     return found[0][0] if isinstance(found[0][0], list) else found[0]
-
-
-def _arrived(entry: str, added: bytes | None) -> int:
-    """Return when a message was added, in microseconds: when its entry came, unless it says otherwise."""
-    try:
-        return int(entry.partition("-")[0]) * 1000 if added is None else int(added)
-    except ValueError:
-        raise DecodeError(f"the entry has no time in its field {_TIME.decode()}") from None
 
 
 def _is_choosy(terms: ClaimTerms) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Final, TypeAlias, cast
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 from uuid import UUID, uuid5
 
 from ...errors import DecodeError
 from ...message import JSON, Message, drafted
+from .record import identity_of
 
-__all__ = ["Fields", "Marshal", "Unmarshal", "marshalled", "moment", "salvaged", "unmarshalled"]
+__all__ = ["Fields", "Marshal", "Unmarshal", "arrival", "marshalled", "moment", "salvaged", "unmarshalled"]
 
 #: The fields of an entry, as they come from the server.
 Fields: TypeAlias = Mapping[bytes, bytes]
@@ -22,9 +24,22 @@ Unmarshal: TypeAlias = Callable[[Fields], Message]
 
 #: Names entries that do not say which message they hold.
 _ENTRIES: Final = UUID("6e5a6d0c-0c1e-4d0b-9f1a-3f1d2c7b8a55")
-_USUAL: Final[Mapping[str, Any]] = {}
 _TEXTS: Final = ("content_type", "tenant_id", "dedupe_key")
-_LAST: Final = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+#: The last moment that there is, in microseconds.
+_LAST: Final = int(datetime(9999, 12, 31, tzinfo=UTC).timestamp()) * 1_000_000
+_LARGEST: Final = (1 << 128) - 1
+
+
+class _Attributes(NamedTuple):
+    """What most messages say nothing of."""
+
+    content_type: str = JSON
+    headers: Mapping[str, str] | None = None
+    tenant_id: UUID | None = None
+    dedupe_key: str | None = None
+
+
+_USUAL: Final = _Attributes()
 
 
 def marshalled(message: Message) -> dict[str, str | bytes]:
@@ -50,36 +65,51 @@ def marshalled(message: Message) -> dict[str, str | bytes]:
     return fields
 
 
-def moment(arrived: int) -> datetime:
-    """Return the moment that is so many microseconds after the epoch, or the last that there is.
+def moment(microseconds: int | bytes) -> datetime:
+    """Return the moment that is so long after the epoch, or the last that there is.
 
     The ids of a stream never go back: after one of somebody else's that is far ahead, all that follow are.
+
+    Raises:
+        DecodeError: It is no number.
     """
-    return datetime.fromtimestamp(min(max(arrived, 0) / 1_000_000, _LAST), UTC)
+    try:
+        return datetime.fromtimestamp(min(max(int(microseconds), 0), _LAST) / 1_000_000, UTC)
+    except ValueError:
+        raise DecodeError("the entry says no time by which it came") from None
 
 
-def unmarshalled(fields: Fields, namespace: str, attempt: int, token: int, arrived: int) -> Message:
-    """Return the message that `marshalled` wrote; ``arrived`` is in microseconds.
+@lru_cache(maxsize=64)
+def _arrival(milliseconds: str) -> datetime:
+    return moment(int(milliseconds) * 1000)
+
+
+def arrival(entry: str) -> datetime:
+    """Return when an entry came, which its name begins with; those that came together share the moment."""
+    return _arrival(entry.partition("-")[0])
+
+
+def unmarshalled(fields: Fields, namespace: str, attempt: int, token: int, time: datetime) -> Message:
+    """Return the message that `marshalled` wrote.
 
     Raises:
         DecodeError: The fields are not what was written; the message of the error never shows them.
     """
     try:
-        told = fields.get(b"attributes")
-        attributes = _USUAL if told is None else _attributes(told)
-        key, tenant = fields.get(b"key"), attributes.get("tenant_id")
+        told, key = fields.get(b"attributes"), fields.get(b"key")
+        content_type, headers, tenant, dedupe_key = _USUAL if told is None else _attributes(told)
         return drafted(
-            id=UUID(int=int(fields[b"id"], 16)),
+            id=_identity(fields[b"id"]),
             topic=fields[b"topic"].decode(),
             payload=fields[b"data"],
             type=fields[b"type"].decode(),
             key=None if key is None else key.decode(),
             namespace=namespace,
-            content_type=attributes.get("content_type") or JSON,
-            headers=attributes.get("headers") or {},
-            tenant_id=None if tenant is None else UUID(tenant),
-            dedupe_key=attributes.get("dedupe_key"),
-            time=moment(arrived),
+            content_type=content_type,
+            headers=headers or {},
+            tenant_id=tenant,
+            dedupe_key=dedupe_key,
+            time=time,
             attempt=attempt,
             token=token,
         )
@@ -89,7 +119,7 @@ def unmarshalled(fields: Fields, namespace: str, attempt: int, token: int, arriv
         raise DecodeError(f"the entry cannot be read ({type(error).__name__})") from None
 
 
-def _attributes(text: bytes) -> Mapping[str, Any]:
+def _attributes(text: bytes) -> _Attributes:
     """Return what was said in JSON; whoever wrote it, all of it is texts."""
     told: object = json.loads(text)
     if not isinstance(told, dict):
@@ -101,7 +131,13 @@ def _attributes(text: bytes) -> Mapping[str, Any]:
     texts = [attributes[name] for name in _TEXTS if attributes.get(name) is not None]
     if not all(isinstance(text, str) for text in [*texts, *cast("dict[str, Any]", headers).values()]):
         raise TypeError("its attributes are no texts")
-    return attributes
+    tenant = attributes.get("tenant_id")
+    return _Attributes(
+        attributes.get("content_type") or JSON,
+        cast("dict[str, str]", headers),
+        None if tenant is None else UUID(tenant),
+        attributes.get("dedupe_key"),
+    )
 
 
 def salvaged(fields: Fields, entry: str, *, namespace: str, attempt: int, token: int) -> Message:
@@ -110,15 +146,22 @@ def salvaged(fields: Fields, entry: str, *, namespace: str, attempt: int, token:
         topic=fields.get(b"topic", b"").decode(errors="replace"),
         key=fields[b"key"].decode(errors="replace") if b"key" in fields else None,
         payload=b"",
-        id=_identity(fields.get(b"id", b""), f"{namespace}/{entry}"),
+        id=_salvaged_identity(fields.get(b"id", b""), f"{namespace}/{entry}"),
         namespace=namespace,
         attempt=attempt,
         token=token,
     )
 
 
-def _identity(text: bytes, otherwise: str) -> UUID:
+def _identity(text: bytes) -> UUID:
+    number = int(text, 16)
+    if 0 <= number <= _LARGEST:
+        return identity_of(number)
+    raise ValueError("it is no UUID")
+
+
+def _salvaged_identity(text: bytes, otherwise: str) -> UUID:
     try:
-        return UUID(int=int(text, 16))
+        return _identity(text)
     except ValueError:
         return uuid5(_ENTRIES, otherwise)
