@@ -92,6 +92,9 @@ class _InRedis(Truth):
         """Return what should not be there: transactions that were applied in part."""
         return [f"{who}: {state.decode()}" for who, state in self._marked().items() if state.startswith(b"partial:")]
 
+    def close(self) -> None:
+        self._client.close()
+
     def version(self) -> str:
         told = self._client.info("server")
         if "valkey_version" in told:

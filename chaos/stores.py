@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
 from postroom.inbox import Inbox, Mode
 from postroom.middleware.transactional import TransactionalStore
@@ -16,7 +16,7 @@ from postroom.transaction import Transactions
 if TYPE_CHECKING:
     from postroom.stores.redis import RedisStore, RedisStreamStore
 
-__all__ = ["LEASE", "NAMES", "delivering_store", "handling_store"]
+__all__ = ["LEASE", "NAMES", "HandlingInRedis", "InboxLeases", "delivering_store", "handling_store"]
 
 NAMES: Final = ("postgres", "mariadb", "sqlite", "redis", "redis-stream")
 #: How long claims hold, of dispatchers and of those inboxes that have any.
@@ -50,12 +50,22 @@ def _stream(url: str) -> RedisStreamStore:
     return RedisStreamStore(url, keep_delivered=timedelta(days=7), timeout=_TIMEOUT)
 
 
+class InboxLeases(TypedDict, total=False):
+    """How long a claim of an inbox holds by itself, and for how long it is renewed."""
+
+    lease: timedelta
+    longest: timedelta
+
+
 class HandlingInRedis:
     """Transactions and inboxes in Redis, whose claims end as soon as those of dispatchers, and either kind of outbox."""
 
-    def __init__(self, store: RedisStore, outboxes: RedisStore | RedisStreamStore) -> None:
+    def __init__(
+        self, store: RedisStore, outboxes: RedisStore | RedisStreamStore, **leases: Unpack[InboxLeases]
+    ) -> None:
         self._store = store
         self._outboxes = outboxes
+        self._leases: InboxLeases = {"lease": LEASE, **leases}
 
     async def open(self) -> bool:
         return await self._store.open()
@@ -73,5 +83,5 @@ class HandlingInRedis:
         from postroom.stores.redis import RedisInbox  # noqa: PLC0415 -- as above
 
         return RedisInbox(
-            consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon, lease=LEASE
+            consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon, **self._leases
         )

@@ -31,7 +31,8 @@ from postroom import (
 from postroom.brokers import MemoryBroker
 from postroom.errors import RejectError
 from postroom.inbox import Mode
-from postroom.stores import PostgresStore, SQLiteStore, SQLStore
+from postroom.middleware.transactional import TransactionalStore
+from postroom.stores import PostgresStore, SQLiteStore
 
 Handle = Callable[[Message, Transaction], Awaitable[None]]
 
@@ -39,7 +40,7 @@ Handle = Callable[[Message, Transaction], Awaitable[None]]
 class Room:
     """A database with an outbox and an inbox, and consumers of it that are given one delivery at a time."""
 
-    def __init__(self, name: str, url: str, store: SQLStore) -> None:
+    def __init__(self, name: str, url: str, store: TransactionalStore) -> None:
         self.truth: Truth = truth_of(name, url)
         self.store = store
         self._write = WRITERS[url.partition(":")[0]]
