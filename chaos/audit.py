@@ -124,7 +124,7 @@ class Truth(ABC):
     def version(self) -> str:
         """Return which database this is."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 -- most connect anew for each look
         """Look no more."""
 
 

@@ -234,8 +234,10 @@ async def _database(options: Options) -> AsyncIterator[tuple[str, Server | None]
     server = server_of(options.store)
     await asyncio.to_thread(server.start)
     try:
-        is_sql = isinstance(server, SqlServer)
-        yield await asyncio.to_thread(server.create_database, "chaos") if is_sql else server.dsn, server
+        url = server.dsn
+        if isinstance(server, SqlServer):
+            url = await asyncio.to_thread(server.create_database, "chaos")
+        yield url, server
     finally:
         await asyncio.to_thread(server.stop)
 

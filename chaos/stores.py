@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, TypedDict, Unpack
+from typing import TYPE_CHECKING, Final
 
 from postroom.inbox import Inbox, Mode
 from postroom.middleware.transactional import TransactionalStore
@@ -16,7 +16,7 @@ from postroom.transaction import Transactions
 if TYPE_CHECKING:
     from postroom.stores.redis import RedisStore, RedisStreamStore
 
-__all__ = ["LEASE", "NAMES", "HandlingInRedis", "InboxLeases", "delivering_store", "handling_store"]
+__all__ = ["LEASE", "NAMES", "HandlingInRedis", "delivering_store", "handling_store"]
 
 NAMES: Final = ("postgres", "mariadb", "sqlite", "redis", "redis-stream")
 #: How long claims hold, of dispatchers and of those inboxes that have any.
@@ -36,8 +36,8 @@ def handling_store(name: str, url: str) -> TransactionalStore:
     if name.startswith("redis"):
         from postroom.stores.redis import RedisStore  # noqa: PLC0415 -- a process imports its own library alone
 
-        store = RedisStore(url, timeout=_TIMEOUT)
-        return HandlingInRedis(store, _stream(url) if name == "redis-stream" else store)
+        in_redis = RedisStore(url, timeout=_TIMEOUT)
+        return HandlingInRedis(in_redis, _stream(url) if name == "redis-stream" else in_redis)
     store = open_url(url, timeout=_TIMEOUT)
     assert isinstance(store, SQLStore)  # noqa: S101 -- the only other kind that is put to the test here
     return store
@@ -50,22 +50,21 @@ def _stream(url: str) -> RedisStreamStore:
     return RedisStreamStore(url, keep_delivered=timedelta(days=7), timeout=_TIMEOUT)
 
 
-class InboxLeases(TypedDict, total=False):
-    """How long a claim of an inbox holds by itself, and for how long it is renewed."""
-
-    lease: timedelta
-    longest: timedelta
-
-
 class HandlingInRedis:
-    """Transactions and inboxes in Redis, whose claims end as soon as those of dispatchers, and either kind of outbox."""
+    """Transactions and inboxes in Redis, with claims as short as those of dispatchers, and either kind of outbox."""
 
     def __init__(
-        self, store: RedisStore, outboxes: RedisStore | RedisStreamStore, **leases: Unpack[InboxLeases]
+        self,
+        store: RedisStore,
+        outboxes: RedisStore | RedisStreamStore,
+        *,
+        lease: timedelta = LEASE,
+        longest: timedelta = timedelta(minutes=10),
     ) -> None:
         self._store = store
         self._outboxes = outboxes
-        self._leases: InboxLeases = {"lease": LEASE, **leases}
+        self._lease = lease
+        self._longest = longest
 
     async def open(self) -> bool:
         return await self._store.open()
@@ -83,5 +82,10 @@ class HandlingInRedis:
         from postroom.stores.redis import RedisInbox  # noqa: PLC0415 -- as above
 
         return RedisInbox(
-            consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon, **self._leases
+            consumer,
+            mode=mode,
+            retention=retention,
+            redelivery_horizon=redelivery_horizon,
+            lease=self._lease,
+            longest=self._longest,
         )

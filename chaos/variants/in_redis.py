@@ -111,7 +111,9 @@ def redis_adds_outside_the_pipeline() -> None:
 # -- the stream ------------------------------------------------------------------------------------------------------
 
 
-@variant("Whoever settles an entry of the stream settles it, whether or not its claim is still the current one.", STREAM)
+@variant(
+    "Whoever settles an entry of the stream settles it, whether or not its claim is still the current one.", STREAM
+)
 def stream_settles_without_token() -> None:
     rescript(
         "stream_settle",

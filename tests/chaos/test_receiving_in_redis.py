@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, TypeAlias, Unpack
+from typing import Any, Final, TypeAlias
 
 import pytest
 
 from chaos.desk import EFFECTS_KEY
-from chaos.stores import HandlingInRedis, InboxLeases
+from chaos.stores import HandlingInRedis
 from chaos.variants import applied
 from postroom import Consumer, Delivered, Message, Outcome, Release, Retry, Transaction
 from postroom.errors import StoreTimeoutError
@@ -29,18 +29,18 @@ from postroom.stores.redis.scripts import Script, alone, calling
 from .test_receiving import Room, message
 
 ROOT: Final = Path(__file__).parents[2]
-#: A lease that somebody can wait for, and one that nobody renews.
-SHORT: Final = InboxLeases(lease=timedelta(milliseconds=300))
-LOSING: Final = InboxLeases(**SHORT, longest=timedelta(0))
+#: A lease that somebody can wait for, and for how long one is renewed.
+SHORT: Final = timedelta(milliseconds=300)
+NEVER: Final = timedelta(0)
 PATIENCE: Final = 60
 
 MakeRoom: TypeAlias = Callable[..., Room]
 
 
-def room_on(url: str, **leases: Unpack[InboxLeases]) -> Room:
+def room_on(url: str, *, lease: timedelta = SHORT, longest: timedelta = timedelta(minutes=10)) -> Room:
     """Return a room on a server of Redis's kind."""
     store = RedisStore(url)
-    return Room("redis", url, HandlingInRedis(store, store, **{**SHORT, **leases}))
+    return Room("redis", url, HandlingInRedis(store, store, lease=lease, longest=longest))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ async def on_redis(valkey_url: str) -> AsyncIterator[MakeRoom]:
     """What makes rooms on Valkey."""
     made: list[Room] = []
 
-    def make(**leases: Unpack[InboxLeases]) -> Room:
+    def make(**leases: timedelta) -> Room:
         made.append(room_on(valkey_url, **leases))
         return made[-1]
 
@@ -59,7 +59,7 @@ async def on_redis(valkey_url: str) -> AsyncIterator[MakeRoom]:
 
 
 async def insist(room: Room, consumer: Consumer, sent: Message) -> tuple[Outcome, int, int]:
-    """Deliver a message again and again, as a broker does, until it is acknowledged; return what was said of it then."""
+    """Deliver a message as a broker does, until it is acknowledged; return what was said of it then."""
     async with asyncio.timeout(PATIENCE):
         while True:
             sent = replace(sent, token=sent.token + 1)
@@ -121,7 +121,7 @@ async def test_a_message_that_somebody_else_is_handling_is_given_back(on_redis: 
 
 
 async def overtaken(room: Room, *, first_fails: bool) -> Outcome:
-    """Have a message handled by one whose lease ends meanwhile, and by another one; return what the first said of it."""
+    """Have a message handled by one whose lease ends meanwhile, and by another; return what the first said of it."""
     sent, begun, done = message(), asyncio.Event(), asyncio.Event()
 
     async def linger(received: Message, transaction: Transaction) -> None:
@@ -145,7 +145,7 @@ async def overtaken(room: Room, *, first_fails: bool) -> Outcome:
 
 async def test_who_was_away_for_too_long_has_no_effect(on_redis: MakeRoom) -> None:
     """G7, C7: the commit finds the mark of another one, and applies nothing."""
-    room = on_redis(**LOSING)
+    room = on_redis(longest=NEVER)
 
     late = await overtaken(room, first_fails=False)
 
@@ -155,7 +155,7 @@ async def test_who_was_away_for_too_long_has_no_effect(on_redis: MakeRoom) -> No
 
 async def test_who_fails_too_late_leaves_the_mark_of_another_alone(on_redis: MakeRoom) -> None:
     """S0-22, C7: only the own claim is given up, so that the message stays known as handled."""
-    room = on_redis(**LOSING)
+    room = on_redis(longest=NEVER)
 
     late = await overtaken(room, first_fails=True)
 
