@@ -124,6 +124,9 @@ class Truth(ABC):
     def version(self) -> str:
         """Return which database this is."""
 
+    def close(self) -> None:  # noqa: B027 -- most connect anew for each look
+        """Look no more."""
+
 
 class SqlTruth(Truth):
     """Looks into tables, and has a trigger write down what happens to one of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +91,9 @@ class _InRedis(Truth):
     def oddities(self) -> list[str]:
         """Return what should not be there: transactions that were applied in part."""
         return [f"{who}: {state.decode()}" for who, state in self._marked().items() if state.startswith(b"partial:")]
+
+    def close(self) -> None:
+        self._client.close()
 
     def version(self) -> str:
         told = self._client.info("server")
@@ -231,45 +234,64 @@ class StreamTruth(_InRedis):
         return [(entry, unpacked(packed)) for entry, packed in stored.items()]
 
     def _changed(self, log: Iterator[list[bytes]]) -> Iterator[Change]:
-        """Yield changes: a claim is told by its entry's consumer, the end of one by what is written beside it."""
-        held: dict[bytes, _Held] = {}
-        graves: dict[bytes, int] = {}
-        done: dict[bytes, int] = {}
-        for words in log:
-            entry = b""
-            match words[0].upper(), words[1].decode() if len(words) > 1 else "":
-                case b"XADD", self._stream:
-                    fields = dict(zip(words[3::2], words[4::2], strict=True))
-                    held[words[2]] = _Held(_uuid(fields[b"id"]))
-                    continue
-                case b"HSET", key if key == self._key("graves"):
-                    graves[words[2]] = _whole(unpacked(words[3])[3])
-                    continue
-                case b"ZADD", key if key == self._key("done"):
-                    entry, done[words[3]] = words[3], int(words[2])
-                    if held[entry].status != "dead":
-                        continue  # it follows what has to be acknowledged yet
-                    new = replace(held[entry], status="delivered", until=None, at=done[entry])
-                case b"XCLAIM", self._stream:
-                    entry = words[5]
-                    new = _claimed(held[entry], words)
-                case b"XACK", self._stream:
-                    for ended in words[3:]:
-                        status, at = ("dead", graves[ended]) if ended in graves else ("delivered", done[ended])
-                        new = replace(held[ended], status=status, until=None, at=at)
-                        yield held[ended].changed(new)
-                        held[ended] = new
-                    continue
-                case _:
-                    continue
-            yield held[entry].changed(new)
-            held[entry] = new
+        return _Entries(self._stream).changes(log)
 
     def unsettled(self) -> tuple[int, int]:
         with self._client.pipeline(transaction=True) as asking:
             asking.xlen(self._stream).zcard(self._key("delayed")).xlen(self._key("dead")).zcard(self._key("done"))
             waiting, delayed, dead, done = asking.execute()
         return waiting + delayed, dead + done
+
+
+class _Entries:
+    """What a log says of the entries of a stream: who holds one is its consumer; how one ends is written beside it."""
+
+    def __init__(self, stream: str) -> None:
+        self._held: dict[bytes, _Held] = {}
+        #: When entries were buried, and when they were delivered.
+        self._graves: dict[bytes, int] = {}
+        self._done: dict[bytes, int] = {}
+        self._by_command: Mapping[tuple[bytes, str], Callable[[list[bytes]], Iterator[Change]]] = {
+            (b"XADD", stream): self._add,
+            (b"XCLAIM", stream): self._claim,
+            (b"XACK", stream): self._end,
+            (b"HSET", f"{stream}:graves"): self._bury,
+            (b"ZADD", f"{stream}:done"): self._deliver,
+        }
+
+    def changes(self, log: Iterator[list[bytes]]) -> Iterator[Change]:
+        for words in log:
+            read = self._by_command.get((words[0].upper(), words[1].decode() if len(words) > 1 else ""))
+            if read is not None:
+                yield from read(words)
+
+    def _become(self, entry: bytes, new: _Held) -> Iterator[Change]:
+        yield self._held[entry].changed(new)
+        self._held[entry] = new
+
+    def _add(self, words: list[bytes]) -> Iterator[Change]:
+        fields = dict(zip(words[3::2], words[4::2], strict=True))
+        self._held[words[2]] = _Held(_uuid(fields[b"id"]))
+        return iter(())
+
+    def _claim(self, words: list[bytes]) -> Iterator[Change]:
+        return self._become(words[5], _claimed(self._held[words[5]], words))
+
+    def _bury(self, words: list[bytes]) -> Iterator[Change]:
+        self._graves[words[2]] = _whole(unpacked(words[3])[3])
+        return iter(())
+
+    def _deliver(self, words: list[bytes]) -> Iterator[Change]:
+        at, entry = int(words[2]), words[3]
+        self._done[entry] = at
+        if self._held[entry].status == "dead":
+            yield from self._become(entry, replace(self._held[entry], status="delivered", until=None, at=at))
+
+    def _end(self, words: list[bytes]) -> Iterator[Change]:
+        for entry in words[3:]:
+            is_dead = entry in self._graves
+            status, at = ("dead", self._graves[entry]) if is_dead else ("delivered", self._done[entry])
+            yield from self._become(entry, replace(self._held[entry], status=status, until=None, at=at))
 
 
 def _claimed(old: _Held, words: list[bytes]) -> _Held:

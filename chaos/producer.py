@@ -68,8 +68,8 @@ class Producer:
         self._rng = random.Random(f"{setting.seed} {self._name}")
         self._desk = desk
         self._history = history
-        # The key of a transaction whose outcome is unknown goes on only where the order is the store's concern; in Redis
-        # nothing holds a key for a transaction that is still on its way.
+        # The key of a transaction whose outcome is unknown goes on only where the order is the store's concern, and not
+        # in Redis, where nothing holds a key for a transaction that is still on its way.
         self._is_strict = index % 2 == 0 and not setting.store.startswith("redis")
         self._outbox = desk.outbox(strict_order=self._is_strict)
         self._numbers: dict[str, int] = defaultdict(int)
@@ -123,9 +123,7 @@ class Producer:
         if not is_kept:
             raise Rollback
 
-    def _end(
-        self, name: str, stage: Stage, error: BaseException | None = None, *, answers: Sequence[str] = ()
-    ) -> None:
+    def _end(self, name: str, stage: Stage, error: BaseException | None = None, *, answers: Sequence[str] = ()) -> None:
         told = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:200]}
         self._history.write("enqueue", stage, tx=name, answers=answers, **told)
 

@@ -137,6 +137,7 @@ def _reached_by_consumers(evidence: Evidence) -> dict[str, int]:
         "swallowed errors told": sum(event["error"] in _SWALLOWED for event in failed),
         "unknown commits of handlers": len(unknown),
         "of them effective in the end": sum((e["consumer"], e["id"]) in done for e in unknown),
+        "messages that somebody else had": sum(event["error"] == "MessageBusyError" for event in failed),
         "handlings that the store was away for": sum(event["error"] in OUTAGES for event in failed),
         "dead letters": len(evidence.letters),
         "dead letters of sound messages": sum(kinds.get(one.id) not in UNHANDLED for one in evidence.letters),

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from postroom.store import Store
 from postroom.stores import SQLStore
 from postroom.testing.faults import FaultProxy
-from postroom.testing.programs import REDIS
+from postroom.testing.programs import REDIS, VALKEY
 from postroom.testing.servers import (
     MariaDBServer,
     PostgresServer,
@@ -41,7 +41,7 @@ from .report import Verdict, judge, write
 from .stores import delivering_store
 from .worker import Setting
 
-__all__ = ["Options", "run"]
+__all__ = ["Options", "run", "server_of"]
 
 _SERVERS: Final[dict[str, type[SqlServer]]] = {"postgres": PostgresServer, "mariadb": MariaDBServer}
 _CONSUMERS: Final = ("c0", "c1", "c2", "c3")
@@ -109,6 +109,7 @@ async def run(options: Options) -> Verdict:
             undrained=undrained,
         )
         version = truth.version()
+        truth.close()
     verdict = judge(evidence, store=options.store, seed=options.seed, seconds=options.seconds, version=version)
     write(folder, verdict, evidence)
     return verdict
@@ -230,22 +231,29 @@ async def _database(options: Options) -> AsyncIterator[tuple[str, Server | None]
     if options.store == "sqlite":
         yield f"sqlite:///{options.folder}/chaos.sqlite3", None
         return
-    server = _server(options.store)
+    server = server_of(options.store)
     await asyncio.to_thread(server.start)
     try:
-        is_sql = isinstance(server, SqlServer)
-        yield await asyncio.to_thread(server.create_database, "chaos") if is_sql else server.dsn, server
+        url = server.dsn
+        if isinstance(server, SqlServer):
+            url = await asyncio.to_thread(server.create_database, "chaos")
+        yield url, server
     finally:
         await asyncio.to_thread(server.stop)
 
 
-def _server(store: str) -> Server:
-    """Return the server of a store; for Redis the real one if it is there, or else the one that comes as a wheel."""
+def server_of(store: str) -> Server:
+    """Return the server of a store, not yet started; for Redis that itself if it is there, or else Valkey.
+
+    Raises:
+        ServerMissingError: There is neither.
+    """
     if store in _SERVERS:
         return _SERVERS[store]()
     try:
         REDIS.find(*RedisServer.names)
     except ServerMissingError:
+        VALKEY.find(*ValkeyServer.names)
         return ValkeyServer()
     return RedisServer()
 

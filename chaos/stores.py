@@ -16,7 +16,7 @@ from postroom.transaction import Transactions
 if TYPE_CHECKING:
     from postroom.stores.redis import RedisStore, RedisStreamStore
 
-__all__ = ["LEASE", "NAMES", "delivering_store", "handling_store"]
+__all__ = ["LEASE", "NAMES", "HandlingInRedis", "delivering_store", "handling_store"]
 
 NAMES: Final = ("postgres", "mariadb", "sqlite", "redis", "redis-stream")
 #: How long claims hold, of dispatchers and of those inboxes that have any.
@@ -36,8 +36,8 @@ def handling_store(name: str, url: str) -> TransactionalStore:
     if name.startswith("redis"):
         from postroom.stores.redis import RedisStore  # noqa: PLC0415 -- a process imports its own library alone
 
-        store = RedisStore(url, timeout=_TIMEOUT)
-        return HandlingInRedis(store, _stream(url) if name == "redis-stream" else store)
+        in_redis = RedisStore(url, timeout=_TIMEOUT)
+        return HandlingInRedis(in_redis, _stream(url) if name == "redis-stream" else in_redis)
     store = open_url(url, timeout=_TIMEOUT)
     assert isinstance(store, SQLStore)  # noqa: S101 -- the only other kind that is put to the test here
     return store
@@ -51,11 +51,20 @@ def _stream(url: str) -> RedisStreamStore:
 
 
 class HandlingInRedis:
-    """Transactions and inboxes in Redis, whose claims end as soon as those of dispatchers, and either kind of outbox."""
+    """Transactions and inboxes in Redis, with claims as short as those of dispatchers, and either kind of outbox."""
 
-    def __init__(self, store: RedisStore, outboxes: RedisStore | RedisStreamStore) -> None:
+    def __init__(
+        self,
+        store: RedisStore,
+        outboxes: RedisStore | RedisStreamStore,
+        *,
+        lease: timedelta = LEASE,
+        longest: timedelta = timedelta(minutes=10),
+    ) -> None:
         self._store = store
         self._outboxes = outboxes
+        self._lease = lease
+        self._longest = longest
 
     async def open(self) -> bool:
         return await self._store.open()
@@ -73,5 +82,10 @@ class HandlingInRedis:
         from postroom.stores.redis import RedisInbox  # noqa: PLC0415 -- as above
 
         return RedisInbox(
-            consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon, lease=LEASE
+            consumer,
+            mode=mode,
+            retention=retention,
+            redelivery_horizon=redelivery_horizon,
+            lease=self._lease,
+            longest=self._longest,
         )

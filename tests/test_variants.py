@@ -41,6 +41,15 @@ SEED: Final = 2
 SECONDS: Final = 3.0
 
 
+#: Which stores of the contract are on which database.
+DATABASES: Final[Mapping[str, str]] = {
+    "SQLiteStore": "sqlite",
+    "PostgresStoreOverAsyncpg": "postgres",
+    "RedisStoreOnValkey": "redis",
+    "RedisStreamStore": "redis-stream",
+}
+
+
 @dataclass(frozen=True)
 class Contract:
     """A test of the shipped contract suite, on a store of ours."""
@@ -50,23 +59,25 @@ class Contract:
 
     @property
     def database(self) -> str:
-        return "postgres" if self.store.startswith("Postgres") else "sqlite"
+        return DATABASES[self.store]
 
     @property
     def path(self) -> str:
-        return f"tests/contracts/test_stores.py::Test{self.store}::test_{self.test}"
+        file = "tests/test_redis_stream.py" if self.database == "redis-stream" else "tests/contracts/test_stores.py"
+        return f"{file}::Test{self.store}::test_{self.test}"
 
 
 @dataclass(frozen=True)
 class Scripted:
-    """A test of `tests/chaos/test_receiving.py`."""
+    """A test of one thing on a real database, mostly of `tests/chaos/test_receiving.py`."""
 
     test: str
     database: str = "postgres"
+    file: str = "tests/chaos/test_receiving.py"
 
     @property
     def path(self) -> str:
-        return f"tests/chaos/test_receiving.py::test_{self.test}"
+        return f"{self.file}::test_{self.test}"
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,17 @@ class Chaos:
 
 
 Instrument: TypeAlias = Contract | Scripted | Crash | Chaos
+
+
+def in_redis(test: str) -> Scripted:
+    """A test of the receiving half in Redis."""
+    return Scripted(test, "redis", "tests/chaos/test_receiving_in_redis.py")
+
+
+def checked_in(store: str, test: str) -> Scripted:
+    """A test in which the checker looks at what the log of a Redis server says."""
+    return Scripted(f"{test}[{store}]", store, "tests/chaos/test_audit_in_redis.py")
+
 
 CAUGHT: Final[Mapping[str, Instrument]] = {
     "no_token": Contract("a_claim_that_was_taken_over_cannot_be_settled", "PostgresStoreOverAsyncpg"),
@@ -128,6 +150,24 @@ CAUGHT: Final[Mapping[str, Instrument]] = {
     "dead_letter_acked_before_it_is_stored": Scripted(
         "a_message_that_is_put_aside_is_acknowledged_when_the_letter_is_there", "sqlite"
     ),
+    "setnx_inbox": in_redis("a_message_whose_consumer_died_is_handled_when_it_comes_again"),
+    "busy_is_acked": in_redis("a_message_that_somebody_else_is_handling_is_given_back"),
+    "commit_ignores_the_mark": in_redis("who_was_away_for_too_long_has_no_effect"),
+    "commit_forgets_the_mark": in_redis("a_duplicate_in_redis_is_acknowledged_and_has_no_effect"),
+    "commit_does_not_look_first": in_redis("a_commit_that_cannot_be_applied_as_a_whole_has_no_effect"),
+    "drop_takes_any_mark": in_redis("who_fails_too_late_leaves_the_mark_of_another_alone"),
+    "redis_settles_without_token": Contract("a_claim_that_was_taken_over_cannot_be_settled", "RedisStoreOnValkey"),
+    "redis_reads_instead_of_claiming": Contract(
+        "a_claim_counts_the_attempt_raises_the_token_and_is_durable", "RedisStoreOnValkey"
+    ),
+    "redis_ignores_leases": checked_in("redis", "a_message_has_one_claim_at_a_time"),
+    "redis_adds_outside_the_pipeline": Contract("a_rolled_back_message_leaves_nothing", "RedisStoreOnValkey"),
+    "stream_settles_without_token": Contract("a_claim_that_was_taken_over_cannot_be_settled", "RedisStreamStore"),
+    "stream_ignores_leases": checked_in("redis-stream", "a_message_has_one_claim_at_a_time"),
+    "stream_acks_before_publish": checked_in("redis-stream", "what_was_only_claimed_is_not_marked_as_delivered"),
+    "stream_group_at_the_end": Scripted(
+        "opening_makes_the_stream_and_the_group_from_the_first_entry_on", "redis-stream", "tests/test_redis_stream.py"
+    ),
 }
 
 
@@ -159,9 +199,11 @@ def contract(variant: str, tests: Sequence[Contract | Scripted], dsn: str) -> su
     )
 
 
-def test_the_sound_library_keeps_the_contract(postgres_server: PostgresClient) -> None:
+@pytest.mark.parametrize("kind", ["tables", "redis"])
+def test_the_sound_library_keeps_the_contract(kind: str, postgres_server: PostgresClient) -> None:
     """G13: what catches variants below passes here."""
-    tests = [instrument for instrument in CAUGHT.values() if isinstance(instrument, Contract | Scripted)]
+    every = [instrument for instrument in CAUGHT.values() if isinstance(instrument, Contract | Scripted)]
+    tests = [one for one in every if one.database.startswith("redis") == (kind == "redis")]
     done = contract("", tests, postgres_server.dsn)
     assert done.returncode == 0, done.stdout
     assert re.search(r"^\d+ passed in", done.stdout, flags=re.MULTILINE)
@@ -191,7 +233,7 @@ def test_a_script_catches(name: str, postgres_server: PostgresClient) -> None:
 
     assert done.returncode == 1, done.stdout
     assert f"FAILED {instrument.path}" in done.stdout
-    assert re.search(r"test_receiving\.py:\d+: AssertionError", done.stdout), done.stdout
+    assert re.search(rf"{re.escape(instrument.file)}:\d+: AssertionError", done.stdout), done.stdout
     assert " error" not in done.stdout.splitlines()[-1]
 
 

@@ -6,7 +6,8 @@ A worker process calls `apply` before it does anything else; there is no way bac
 from __future__ import annotations
 
 from . import delivering as delivering
+from . import in_redis as in_redis
 from . import receiving as receiving
-from .registry import VARIANTS, Variant, apply
+from .registry import VARIANTS, Variant, applied, apply
 
-__all__ = ["VARIANTS", "Variant", "apply"]
+__all__ = ["VARIANTS", "Variant", "applied", "apply"]

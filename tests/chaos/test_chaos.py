@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from chaos.run import server_of
+from chaos.stores import NAMES
 from postroom.testing.plugin import skip_or_fail
 from postroom.testing.programs import MARIADB, POSTGRES
 from postroom.testing.servers import ServerMissingError
@@ -21,7 +23,7 @@ SECONDS = float(os.environ.get("POSTROOM_CHAOS_SECONDS", "60"))
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=["postgres", "mariadb", "sqlite"])
+@pytest.fixture(params=NAMES)
 def store(request: pytest.FixtureRequest) -> str:
     """A store whose server can be had."""
     name: str = request.param
@@ -30,6 +32,8 @@ def store(request: pytest.FixtureRequest) -> str:
             POSTGRES.find("postgres")
         elif name == "mariadb":
             MARIADB.find("mariadbd", "mysqld")
+        elif name.startswith("redis"):
+            server_of(name)
     except ServerMissingError as error:
         skip_or_fail(error)
     return name

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.audit import Truth, truth_of
+from chaos.audit import SqlTruth, Truth, truth_of
 from chaos.consumer import WRITERS
 from postroom import (
     Consumer,
@@ -31,7 +31,8 @@ from postroom import (
 from postroom.brokers import MemoryBroker
 from postroom.errors import RejectError
 from postroom.inbox import Mode
-from postroom.stores import PostgresStore, SQLiteStore, SQLStore
+from postroom.middleware.transactional import TransactionalStore
+from postroom.stores import PostgresStore, SQLiteStore
 
 Handle = Callable[[Message, Transaction], Awaitable[None]]
 
@@ -39,7 +40,7 @@ Handle = Callable[[Message, Transaction], Awaitable[None]]
 class Room:
     """A database with an outbox and an inbox, and consumers of it that are given one delivery at a time."""
 
-    def __init__(self, name: str, url: str, store: SQLStore) -> None:
+    def __init__(self, name: str, url: str, store: TransactionalStore) -> None:
         self.truth: Truth = truth_of(name, url)
         self.store = store
         self._write = WRITERS[url.partition(":")[0]]
@@ -90,6 +91,11 @@ async def on_postgres(postgres_dsn: str) -> AsyncIterator[Room]:
     room.truth.install()
     yield room
     await store.close()
+
+
+def tables_of(room: Room) -> SqlTruth:
+    assert isinstance(room.truth, SqlTruth)
+    return room.truth
 
 
 def message() -> Message:
@@ -162,11 +168,11 @@ async def test_two_consumers_of_a_message_each_have_its_effect(on_sqlite: Room) 
 
 async def test_a_message_whose_commit_got_no_answer_is_not_acknowledged(on_postgres: Room) -> None:
     """G8, G12, C8: the session dies in the middle of COMMIT, and nothing was stored."""
-    on_postgres.truth.query("""
+    tables_of(on_postgres).query("""
         CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS
         $$ BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END $$
         """)
-    on_postgres.truth.query("""
+    tables_of(on_postgres).query("""
         CREATE CONSTRAINT TRIGGER dying AFTER INSERT ON chaos_effects DEFERRABLE INITIALLY DEFERRED
         FOR EACH ROW WHEN (NEW.handle = 1) EXECUTE FUNCTION die()
         """)

@@ -9,7 +9,14 @@ from typing import Final, Literal, TypeAlias
 from urllib.parse import quote
 
 from ...decisions import Question
-from ...errors import ConfigurationError, InvalidMessageError, MessageBusyError, QuarantinedError
+from ...errors import (
+    ConfigurationError,
+    InvalidMessageError,
+    MessageBusyError,
+    QuarantinedError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from ...inbox import Inbox, Mode
 from ...message import Message
 from ...outbox import Added, Addition, Outbox
@@ -150,7 +157,11 @@ class RecorderWriter:
             raise ConfigurationError("a transaction in Redis marks one message; open another one for another message")
         # Known before the call: if its answer is lost, the claim may be there.
         mark = connection.mark = Mark(key, inbox.retention, is_claimed=True)
-        answer = await client.evaluate(alone("admit"), [key], mark.token, milliseconds(inbox.lease))
+        try:
+            answer = await client.evaluate(alone("admit"), [key], mark.token, milliseconds(inbox.lease))
+        except StoreTimeoutError as error:
+            # It may come after a handler, and is none of its doing.
+            raise StoreUnavailableError(str(error)) from error
         if answer[0] == b"CLAIMED":
             connection.renewal = Renewal(client, mark, lease=inbox.lease, longest=inbox.longest)
             return True

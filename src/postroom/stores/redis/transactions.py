@@ -23,6 +23,7 @@ from ...errors import (
     PartlyAppliedError,
     StoreError,
     StoreTimeoutError,
+    StoreUnavailableError,
 )
 from ...message import DEFAULT_NAMESPACE
 from ...transaction import Opening, Transaction, in_transaction
@@ -216,6 +217,9 @@ class RedisTransactions:
         recorder.is_in_doubt = False
         if type(error) is StoreError and _was_answered(error):
             raise CommitRefusedError(str(error)) from error
+        if isinstance(error, StoreTimeoutError):
+            # A statement that takes too long is its handler's doing; that nobody answered a commit is not.
+            raise StoreUnavailableError(f"{error}; nothing was applied") from error
         raise error
 
     async def _was_applied(self, mark: Mark) -> bool:
