@@ -31,6 +31,7 @@ from postroom.errors import (
     PartlyAppliedError,
     StoreAuthenticationError,
     StoreContentionError,
+    StoreError,
     StoreUnavailableError,
     TransactionClosedError,
 )
