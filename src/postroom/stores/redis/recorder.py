@@ -274,11 +274,13 @@ class WatchingRecorder(Recorder):
 
     async def end(self) -> None:
         """Let go of the connection as well, on which nothing is watched any more."""
-        await super().end()
-        async with self._turn:
-            self._is_over = True
-            with contextlib.suppress(StoreError):
-                await self.client.call(self.pipeline.reset())
+        try:
+            await super().end()
+        finally:
+            async with self._turn:
+                self._is_over = True
+                with contextlib.suppress(StoreError):
+                    await self.client.call(self.pipeline.reset())
 
     def _understood(self, words: tuple[bytes, ...]) -> Command:
         name = name_of(words[0])
