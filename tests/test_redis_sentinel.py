@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import aclosing
 from datetime import timedelta
 from typing import Any, cast
 from uuid import uuid4
@@ -50,30 +51,26 @@ async def test_a_primary_that_became_a_replica_is_left(private_redis_sentinel: R
     sentinel: Foreign = Sentinel(  # type: ignore[no-untyped-call]
         [("127.0.0.1", servers.sentinel.port)], sentinel_kwargs=once, **once
     )
-    client = sentinel.master_for(servers.service)
-    store = RedisStore(client, namespace="shop")
-    await store.open()
-    listens = asyncio.Event()
-    listening = asyncio.create_task(store.listen(listens.set))
-    await asyncio.wait_for(listens.wait(), 60)
+    async with aclosing(sentinel), sentinel.master_for(servers.service) as client:
+        store = RedisStore(client, namespace="shop")
+        await store.open()
+        listens = asyncio.Event()
+        listening = asyncio.create_task(store.listen(listens.set))
+        await asyncio.wait_for(listens.wait(), 60)
 
-    servers.sentinel.client.ask("SENTINEL", "FAILOVER", servers.service)
-    await asyncio.to_thread(servers.wait_until_serving, servers.replica)
-    # Sentinel does the same, only later.
-    servers.primary.client.ask("REPLICAOF", "127.0.0.1", servers.replica.port)
-    for connections in ("pubsub", "normal"):
-        servers.primary.client.ask("CLIENT", "KILL", "TYPE", connections)
-    with pytest.raises(StoreUnavailableError):
-        await asyncio.wait_for(listening, 60)
-    await until(lambda: _is_added(store), "a message", within=PATIENCE)
+        await asyncio.to_thread(servers.fail_over)
+        # Sentinel does the same, only later.
+        servers.primary.client.ask("REPLICAOF", "127.0.0.1", servers.replica.port)
+        for connections in ("pubsub", "normal"):
+            servers.primary.client.ask("CLIENT", "KILL", "TYPE", connections)
+        with pytest.raises(StoreUnavailableError):
+            await asyncio.wait_for(listening, 60)
+        await until(lambda: _is_added(store), "a message", within=PATIENCE)
+        claims = await store.claim(10, ClaimTerms(worker=uuid4()))
 
-    claims = await store.claim(10, ClaimTerms(worker=uuid4()))
     assert claims
     assert "role:master" in str(servers.replica.client.ask("INFO", "replication"))
     assert servers.replica.client.ask("HLEN", "postroom_outbox:{shop}:entries") == len(claims)
-    await client.aclose()
-    for one in sentinel.sentinels:
-        await one.aclose()
 
 
 async def _is_added(store: RedisStore) -> bool:

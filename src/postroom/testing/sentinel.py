@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from .cluster import RedisReplicated, free_ports
+from .programs import ServerError
 from .server import LOOPBACK
 from .servers import RedisServer, ValkeyServer
 
@@ -70,6 +71,20 @@ class RedisSentinel(RedisReplicated):
     def wait_until_serving(self, node: RedisServer) -> None:
         """Return once Sentinel says that a server is the primary, and the server does too."""
         self._wait(lambda: self._is_serving(node), f"make {node.dsn} the primary")
+
+    def fail_over(self) -> None:
+        """Have the replica take over although the primary is well, and return once it has."""
+        self._wait(self._has_agreed, "find a replica that is good enough")
+        self.wait_until_serving(self.replica)
+
+    def _has_agreed(self) -> bool:
+        try:
+            return self.sentinel.client.ask("SENTINEL", "FAILOVER", self.service) == "OK"
+        except ServerError as error:
+            # It has not heard of the replica for a while, or is at it already.
+            if "NOGOODSLAVE" in str(error) or "INPROG" in str(error):
+                return False
+            raise
 
     def _is_serving(self, node: RedisServer) -> bool:
         told = self.sentinel.client.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)

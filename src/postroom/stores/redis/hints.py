@@ -31,7 +31,7 @@ async def listen(client: Client, channel: str, wake: Callable[[], None]) -> None
         node = await client.node_of(channel)
         listener = client.foreign if node is None else _alone(node)
         try:
-            await _listen(client, listener.pubsub(), channel, wake)
+            await _listen(client, listener.pubsub(), channel, wake, node)
         finally:
             if node is not None:
                 await listener.aclose()
@@ -47,11 +47,10 @@ def _alone(node: Foreign) -> Foreign:
     return redis.asyncio.Redis(connection_pool=pool)
 
 
-async def _listen(client: Client, hints: Foreign, channel: str, wake: Callable[[], None]) -> None:
+async def _listen(client: Client, hints: Foreign, channel: str, wake: Callable[[], None], node: Foreign) -> None:
     async with aclosing(hints):
         await client.call(hints.subscribe(channel))
         wake()  # what was told before is not told again
-        node = await client.node_of(channel)
         is_asked = False
         while True:
             hint = await hints.get_message(timeout=SILENCE.total_seconds())
