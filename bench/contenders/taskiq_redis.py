@@ -1,6 +1,7 @@
 """taskiq on the streams of taskiq-redis, which is its broker that acknowledges.
 
 Results are not kept and parameters not validated; 500 messages are read at once, and a hundred tasks run at a time.
+Twenty tasks or four hundred, 100 messages at once, and orjson for its messages were alike.
 """
 
 from __future__ import annotations
