@@ -70,7 +70,7 @@ async def insist(room: Room, consumer: Consumer, sent: Message) -> tuple[Outcome
 
 
 async def test_a_message_whose_consumer_died_is_handled_when_it_comes_again(on_redis: MakeRoom) -> None:
-    """S0-21, C8: whoever died between the claim and the commit holds it until the lease ends, and no longer."""
+    """S0-16, S0-17, S0-18, S0-19, C8: who died before the commit holds a message until the lease ends, no longer."""
     room, sent = on_redis(), message()
     consumer = room.consumer(room.effect)
     dying = await asyncio.create_subprocess_exec(
@@ -84,7 +84,7 @@ async def test_a_message_whose_consumer_died_is_handled_when_it_comes_again(on_r
 
 
 async def test_a_duplicate_in_redis_is_acknowledged_and_has_no_effect(on_redis: MakeRoom) -> None:
-    """G7, C7: the commit has left a mark."""
+    """S0-35, G7, C7: the commit has left a mark."""
     room, twice = on_redis(), message()
     consumer = room.consumer(room.effect)
 
@@ -154,7 +154,7 @@ async def test_who_was_away_for_too_long_has_no_effect(on_redis: MakeRoom) -> No
 
 
 async def test_who_fails_too_late_leaves_the_mark_of_another_alone(on_redis: MakeRoom) -> None:
-    """S0-22, C7: only the own claim is given up, so that the message stays known as handled."""
+    """S0-37, C7: only the own claim is given up, so that the message stays known as handled."""
     room = on_redis(longest=NEVER)
 
     late = await overtaken(room, first_fails=True)
@@ -164,7 +164,7 @@ async def test_who_fails_too_late_leaves_the_mark_of_another_alone(on_redis: Mak
 
 
 async def test_a_commit_that_cannot_be_applied_as_a_whole_has_no_effect(on_redis: MakeRoom) -> None:
-    """G7, C7: a command that would fail after another was applied is found before."""
+    """S0-30, G7, C7: a command that would fail after another was applied is found before."""
     room, sent = on_redis(), message()
 
     async def stumble(received: Message, transaction: Transaction) -> None:
@@ -206,7 +206,7 @@ def slow_once(monkeypatch: pytest.MonkeyPatch, script: Callable[[], Script]) -> 
 async def test_a_message_that_the_server_did_not_answer_for_in_time_has_lost_no_attempt(
     on_redis: MakeRoom, monkeypatch: pytest.MonkeyPatch, script: Callable[[], Script], mode: Mode
 ) -> None:
-    """G8, C9: a server that is slow is no fault of the message, wherever that strikes."""
+    """S0-36, G8, C9: a server that is slow is no fault of the message, wherever that strikes."""
     room, sent = on_redis(), message()
     consumer = room.consumer(room.effect, mode=mode)
     slow_once(monkeypatch, script)
