@@ -33,8 +33,8 @@ class PostroomRedis:
     def store(self) -> RedisStore | RedisStreamStore:
         """Return the store; there is nothing to prepare for it."""
         if self.stream:
-            return RedisStreamStore(self.dsn)
-        return RedisStore(self.dsn, keep_delivered=timedelta(0))
+            return RedisStreamStore(self.dsn, profile="volatile")
+        return RedisStore(self.dsn, keep_delivered=timedelta(0), profile="volatile")
 
     async def prepare(self) -> None:
         await self.fill(0, 0)

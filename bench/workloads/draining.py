@@ -19,9 +19,8 @@ def loose(bench: Bench) -> Iterator[Result]:
     entries = {
         "postroom": _US,
         "raw": _RAW,
-        # Half of the backlog is long enough for those who take ten seconds and more, and if anything easier.
-        "faststream_outbox": Entry("contenders.faststream_outbox", share=0.5),
-        "pgqueuer": Entry("contenders.pgqueuer", share=0.5),
+        "faststream_outbox": Entry("contenders.faststream_outbox"),
+        "pgqueuer": Entry("contenders.pgqueuer"),
         "txoutbox": Entry("contenders.txoutbox"),
     }
     if not bench.quick:
@@ -52,7 +51,7 @@ def loose(bench: Bench) -> Iterator[Result]:
 def ordered(bench: Bench) -> Iterator[Result]:
     """Messages over 500 keys in PostgreSQL, in the order of each key."""
     count = bench.size(100_000, 4_000)
-    entries = {"postroom": _US, "raw": _RAW, "txoutbox": Entry("contenders.txoutbox", share=0.5)}
+    entries = {"postroom": _US, "raw": _RAW, "txoutbox": Entry("contenders.txoutbox")}
     race = bench.race(entries, "postgres", count=count, keys=500)
     for name, other, goal in (("of_raw", "raw", 0.4), ("vs_txoutbox", "txoutbox", 3.0)):
         yield Result(
