@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -219,6 +220,27 @@ class TestGroup:
 
         assert group.first.pid == 0
         assert group.first.home is None
+
+    def test_takes_other_ports_if_somebody_was_faster(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken, Late(taken.getsockname()[1]) as group:
+            assert group.is_connected()
+            assert group.tries == 2
+
+
+class Late(ValkeyReplicated):
+    """A pair whose first port is taken when it is used."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._taken = port
+        self.tries = 0
+
+    def _prepared(self) -> Sequence[RedisServer]:
+        primary, replica = super()._prepared()
+        self.tries += 1
+        if self.tries == 1:
+            primary.port = self._taken
+        return primary, replica
 
 
 class Half(ValkeyReplicated):

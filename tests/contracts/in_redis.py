@@ -18,6 +18,8 @@ from postroom.testing.contracts import StoredRow, StoreHarness
 
 STATES = {"p": "pending", "l": "processing", "d": "delivered", "x": "dead"}
 MICROSECOND = timedelta(microseconds=1)
+#: A busy machine is no reason to fail.
+PATIENCE = timedelta(seconds=60)
 
 #: What becomes of all messages of a namespace when time passes: every moment lies further back.
 SHIFT = """
@@ -66,11 +68,13 @@ class RedisHarness(StoreHarness):
         self._namespaces: dict[str, Keys] = {}
         self.store: RedisStore = self._make("default")
         self._stores = [self.store]
-        self._client: Any = connect(url, timeout=timedelta(seconds=30))
+        self._client: Any = connect(url, timeout=PATIENCE)
 
     def _make(self, namespace: str, keep_delivered: timedelta = timedelta(days=7)) -> RedisStore:
         self._know(namespace)
-        return RedisStore(self._url, namespace=namespace, table=self._table, keep_delivered=keep_delivered)
+        return RedisStore(
+            self._url, namespace=namespace, table=self._table, keep_delivered=keep_delivered, timeout=PATIENCE
+        )
 
     def _know(self, namespace: str) -> None:
         self._namespaces.setdefault(namespace, Keys(self._table, namespace))

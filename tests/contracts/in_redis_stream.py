@@ -17,6 +17,8 @@ from postroom.stores.redis.stream_keys import StreamKeys
 from postroom.stores.redis.stream_outbox import StreamOutbox
 from postroom.testing.contracts import StoredRow, StoreHarness
 
+from .in_redis import PATIENCE
+
 GROUP = "outbox-publisher"
 MICROSECOND = timedelta(microseconds=1)
 
@@ -109,11 +111,13 @@ class RedisStreamHarness(StoreHarness):
         self._arrivals: dict[UUID, int] = {}
         self.store: RedisStreamStore = self._make("default", timedelta(days=7))
         self._stores = [self.store]
-        self.client: Any = connect(url, timeout=timedelta(seconds=30))
+        self.client: Any = connect(url, timeout=PATIENCE)
 
     def _make(self, namespace: str, keep_delivered: timedelta) -> RedisStreamStore:
         self._namespaces[namespace] = StreamKeys(self._table, namespace)
-        return RedisStreamStore(self._url, namespace=namespace, table=self._table, keep_delivered=keep_delivered)
+        return RedisStreamStore(
+            self._url, namespace=namespace, table=self._table, keep_delivered=keep_delivered, timeout=PATIENCE
+        )
 
     async def start(self) -> None:
         await self.store.open()

@@ -18,6 +18,7 @@ __all__ = ["RedisCluster", "RedisGroup", "RedisReplicated", "ValkeyCluster", "Va
 
 _SLOTS: Final = 16_384
 _PRIMARIES: Final = 3
+_TRIES: Final = 4
 _INTERVAL: Final = timedelta(milliseconds=20)
 #: Otherwise a primary waits for seconds whether more replicas come, and in its end for those that hang.
 _PROMPT: Final = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1", "shutdown-timeout": "0"}
@@ -53,6 +54,16 @@ class RedisGroup(ABC):
         """Start all servers, and return once they work together."""
         if self.nodes:
             raise ServerError(f"the servers of {type(self).__name__} are already running")
+        for _ in range(_TRIES):
+            try:
+                return self._start()
+            except ServerError as error:
+                # Somebody may take a port between the moment it is chosen and the one it is used.
+                if "Address already in use" not in str(error):
+                    raise
+        return self._start()
+
+    def _start(self) -> Self:
         self.nodes = self._prepared()
         try:
             for node in self.nodes:

@@ -54,7 +54,7 @@ def connect(url: str, *, timeout: timedelta) -> Foreign:
     scheme = url.partition(":")[0]
     if scheme.endswith(_CLUSTER):
         # Only what the client itself has noticed makes it look for another server, so it waits for less than we do.
-        brief = {"socket_connect_timeout": seconds / 4, "socket_timeout": seconds / 2}
+        brief = {"socket_connect_timeout": seconds / 2, "socket_timeout": seconds / 2}
         return _cluster(_read(url, _CLUSTER, _PORT), options | brief)
     if scheme.endswith(_SENTINEL):
         return _service(_read(url, _SENTINEL, _SENTINEL_PORT), options, seconds)
