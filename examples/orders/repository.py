@@ -22,5 +22,7 @@ class RedisOrders:
 
     async def save(self, order: PlaceOrder) -> None:
         """Write an order down."""
-        fields = {"product_id": order.product_id, "quantity": order.quantity, "status": "placed"}
-        await current_pipeline(self._client).hset(self.key(order.order_id), mapping=fields)
+        await current_pipeline(self._client).hset(
+            self.key(order.order_id),
+            mapping={"product_id": order.product_id, "quantity": order.quantity, "status": "placed"},
+        )
