@@ -239,13 +239,8 @@ class _Node:
 
     @classmethod
     async def of(cls, client: Client, prefix: str) -> Self:
-        if not hasattr(client.foreign, "get_node_from_key"):
-            return cls(client, {})
-        try:
-            await client.call(client.foreign.initialize())
-            return cls(client, {"target_nodes": client.foreign.get_node_from_key(prefix)})
-        except redis.exceptions.RedisClusterException as error:
-            raise StoreUnavailableError(f"{client.place}: {error}; check that the cluster runs") from error
+        node = await client.node_of(prefix)
+        return cls(client, {} if node is None else {"target_nodes": node})
 
     async def ask(self, *words: str | int) -> Foreign:
         """Return an answer, or the error with which the server refused to give one."""
