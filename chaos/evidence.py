@@ -177,7 +177,7 @@ def gather(
         events=events,
         effects=effects,
         rows=rows,
-        letters=_counted(letters, events),
+        letters=letters,
         business=business.union(outputs),
         sent=[*_sent(events, rows), *(Sent(id=output, topic=OUTPUTS) for output in outputs)],
         begun=_handlings(events, "effect"),
@@ -220,16 +220,6 @@ def _sent(events: Iterable[Event], rows: Sequence[Row]) -> Iterable[Sent]:
                     other = there.get((one.topic, one.dedupe or ""))
                     one = one if other is None else replace(one, id=other, added=False)
                 yield one
-
-
-def _counted(letters: Sequence[Letter], events: Iterable[Event]) -> list[Letter]:
-    """Say of letters whose store does not how often they were handed out."""
-    handed: dict[tuple[str, str], int] = {}
-    for event in events:
-        if event["op"] == "hand":
-            place = (event["group"], event["id"])
-            handed[place] = max(event["attempt"], handed.get(place, 0))
-    return [replace(one, attempts=one.attempts or handed.get((one.consumer, one.id), 0)) for one in letters]
 
 
 def _claims(events: Iterable[Event], op: str) -> list[Claimed]:

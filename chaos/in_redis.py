@@ -66,14 +66,14 @@ class _InRedis(Truth):
         return found
 
     def letters(self) -> list[Letter]:
-        """Return the dead letters; after how many attempts is not stored with them."""
+        """Return the dead letters."""
         stored: Mapping[bytes, bytes] = self._client.hgetall(f"{self._inbox}:dead")
         found: list[Letter] = []
         for field in stored:
             consumer, _, identity = field.decode().partition(":")
             if ":" not in identity:
-                error = stored.get(field + b":error", b"").decode()
-                found.append(Letter(consumer=unquote(consumer), id=identity, attempts=0, error=error))
+                error, attempts = stored[field + b":error"].decode(), int(stored[field + b":attempts"])
+                found.append(Letter(consumer=unquote(consumer), id=identity, attempts=attempts, error=error))
         return found
 
     def changes(self) -> list[Change]:

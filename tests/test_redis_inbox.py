@@ -911,9 +911,10 @@ async def test_a_message_that_fails_too_often_is_a_dead_letter_beside_the_inbox_
     letters = await shop.client.hgetall(box.dead_letters(shop.tag))
 
     assert outcome == Delivered()
-    body, error = letters.pop(f"stock:{handled.id}:{TENANT}".encode()), letters.popitem()[1]
-    assert (body, letters) == (packed(handled), {})
-    assert b"ZeroDivisionError" in error
+    field = f"stock:{handled.id}:{TENANT}".encode()
+    assert letters.keys() == {field, field + b":error", field + b":attempts"}
+    assert (letters[field], letters[field + b":attempts"]) == (packed(handled), b"1")
+    assert b"ZeroDivisionError" in letters[field + b":error"]
 
 
 async def test_a_message_in_quarantine_is_a_dead_letter(shop: Shop) -> None:
@@ -927,7 +928,7 @@ async def test_a_message_in_quarantine_is_a_dead_letter(shop: Shop) -> None:
     outcome = await hand.deliver(handled)
 
     assert (outcome, hand.calls) == (Delivered(), 0)
-    assert await shop.client.hlen(box.dead_letters(shop.tag)) == 2
+    assert await shop.client.hlen(box.dead_letters(shop.tag)) == 3
 
 
 async def test_the_client_alone_is_enough_for_the_middlewares(valkey_server: ValkeyClient) -> None:

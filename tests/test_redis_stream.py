@@ -18,10 +18,23 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as Retries
 from redis.backoff import NoBackoff
 
-from postroom import Backoff, ClaimTerms, Dead, Delivered, Dispatcher, Message, Release, Retry, Settlement, source
+from postroom import (
+    Backoff,
+    ClaimTerms,
+    Dead,
+    Delivered,
+    Dispatcher,
+    Message,
+    Release,
+    Retry,
+    Settlement,
+    source,
+    transactional,
+)
 from postroom.brokers import MemoryBroker
 from postroom.errors import EncodeError, InvalidNameError, NoTransactionError, StoreError
 from postroom.middleware import OutboxMiddleware, TransactionMiddleware
+from postroom.stores.redis import current_pipeline
 from postroom.stores.redis.stream import RedisStreamStore
 from postroom.stores.redis.stream_outbox import StreamOutbox
 from postroom.testing.clients import ValkeyClient
@@ -231,6 +244,23 @@ async def test_what_a_handler_returns_goes_into_the_stream_and_no_further(
 
     assert list(returned) == []
     assert await claimed(store) == [b"1", b"2"]
+
+
+async def test_an_effect_its_mark_and_what_comes_of_it_are_one_step_with_a_stream_too(
+    client: Foreign, store: RedisStreamStore
+) -> None:
+    """S0-43: `transactional` takes the store; what comes twice changes nothing the second time."""
+    stack = transactional(store, consumer=f"stock-{uuid4().hex}")
+    stock = store.transactions().key(f"stock-{uuid4().hex}")
+
+    async def handle(_: Message) -> Sequence[Message]:
+        await current_pipeline(client).incrby(stock, 1)
+        return [numbered(1)]
+
+    message = numbered(0)
+    returned = [*await stack(message, handle), *await stack(message, handle)]
+
+    assert (returned, await client.get(stock), await claimed(store)) == ([], b"1", [b"1"])
 
 
 async def test_a_delayed_message_says_when_it_was_added(client: Foreign, store: RedisStreamStore) -> None:

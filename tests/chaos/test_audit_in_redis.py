@@ -195,7 +195,7 @@ async def test_what_consumers_leave_behind_in_redis_is_read_past_the_library(pla
 
     assert place.truth.effects() == [Effect(consumer="stock", id=str(handled.id), handle=7, output=str(given_up.id))]
     assert place.truth.marks() == {("stock", str(handled.id))}
-    assert place.truth.letters() == [Letter(consumer="stock", id=str(given_up.id), attempts=0, error="it always fails")]
+    assert place.truth.letters() == [Letter(consumer="stock", id=str(given_up.id), attempts=3, error="it always fails")]
     assert place.truth.oddities() == []
 
 

@@ -1,4 +1,4 @@
-"""What is made of evidence where a store says less, or says it later: a pipeline, a stream, a letter in Redis."""
+"""What is made of evidence where a store says less, or says it later: a pipeline, a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from chaos.audit import Letter, Row
+from chaos.audit import Row
 from chaos.checker import CHECKS
 from chaos.evidence import Evidence, Received, Sent, gather
 from chaos.history import Event
@@ -50,17 +50,6 @@ def test_a_repeat_of_which_nobody_was_told_is_known_by_what_is_there(
 
     assert (sent.id, sent.added) == expected
     assert sent.end == "info"
-
-
-def test_a_letter_without_a_count_was_tried_as_often_as_it_was_handed_out() -> None:
-    """A letter that says it itself is believed."""
-    handed = [event("hand", "ok", group="stock", id=FIRST, handle=n, attempt=n) for n in (1, 2, 3)]
-    letters = [
-        Letter(consumer="stock", id=FIRST, attempts=0, error="it failed"),
-        Letter(consumer="billing", id=FIRST, attempts=8, error="it failed"),
-    ]
-
-    assert [letter.attempts for letter in gather(handed, letters=letters).letters] == [3, 8]
 
 
 def test_nothing_is_asked_of_a_store_that_it_does_not_promise() -> None:

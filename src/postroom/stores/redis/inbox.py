@@ -202,6 +202,7 @@ class RecorderWriter:
         field = f"{quote(inbox.consumer, safe='')}:{_identity(message)}"
         await connection.execute_command("HSETNX", key, field, packed(message))
         await connection.execute_command("HSETNX", key, f"{field}:error", clipped(error))
+        await connection.execute_command("HSETNX", key, f"{field}:attempts", message.attempt)
 
     def ask(self, connection: Recorder, outbox: Outbox, question: Question) -> object:
         """Refuse: what a script answers is known when the transaction is over."""

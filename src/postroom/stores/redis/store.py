@@ -12,14 +12,13 @@ from typing import Any, Final
 from uuid import UUID
 
 from ...errors import ConfigurationError
-from ...inbox import Mode
 from ...message import DEFAULT_NAMESPACE
 from ...outbox import Outbox
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
 from .client import Client
 from .decisions import ticket_keys, ticket_script
+from .handling import WEEK, HandlesInRedis
 from .hints import listen
-from .inbox import RedisInbox
 from .keys import Keys
 from .profile import Profile
 from .record import clipped, identity_of, unpacked
@@ -28,7 +27,6 @@ from .transactions import RedisTransactions
 
 __all__ = ["Counters", "RedisStore"]
 
-WEEK: Final = timedelta(days=7)
 TIMEOUT: Final = timedelta(seconds=10)
 #: How often suspects are asked for first, so that a constant load cannot starve them.
 SUSPECTS_EVERY: Final = 16
@@ -59,7 +57,7 @@ class Counters:
     orphans: int
 
 
-class RedisStore:
+class RedisStore(HandlesInRedis):
     """The messages of one namespace in Redis, or in a server that speaks like it.
 
     Example:
@@ -106,10 +104,11 @@ class RedisStore:
         self._table = table
         self._keys = Keys(table, namespace)
         self._client = Client(server, timeout=timeout)
-        self._transactions = RedisTransactions(
+        transactions = RedisTransactions(
             self._client.foreign, tag=namespace, profile=profile, replicas=replicas, timeout=timeout
         )
-        self._assurance = self._transactions.assurance
+        super().__init__(transactions)
+        self._assurance = transactions.assurance
         self._is_open = False
         self._turn = 0
 
@@ -278,26 +277,6 @@ class RedisStore:
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
         """Return what adds messages to this store."""
         return Outbox(namespace=self.namespace, table=self._table, wake=wake)
-
-    @property
-    def client(self) -> Any:  # noqa: ANN401 -- of a library that is an extra
-        """The client of redis-py that this store uses, for adapters on the same server."""
-        return self._client.foreign
-
-    def transactions(self) -> RedisTransactions:
-        """Return what opens transactions on the server of this store; always the same."""
-        return self._transactions
-
-    def inbox(
-        self,
-        consumer: str,
-        *,
-        mode: Mode = "pessimistic",
-        retention: timedelta = WEEK,
-        redelivery_horizon: timedelta | None = None,
-    ) -> RedisInbox:
-        """Return the inbox of a consumer, beside the messages of this store."""
-        return RedisInbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
 
     async def _run(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 -- whatever the script answers
         return await self._client.run(name, self._keys.all, *arguments)

@@ -17,11 +17,13 @@ from ...errors import ConfigurationError, DecodeError, InvalidNameError, StoreEr
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
 from .client import Client
-from .profile import Assurance, Profile
+from .handling import HandlesInRedis
+from .profile import Profile
 from .record import clipped
 from .stream_keys import StreamKeys
 from .stream_outbox import StreamOutbox
 from .stream_record import Fields, Marshal, Unmarshal, arrival, moment, salvaged, unmarshalled
+from .transactions import RedisTransactions
 
 __all__ = ["RedisStreamStore", "StreamClaim"]
 
@@ -49,7 +51,7 @@ class StreamClaim(Claim):
     entry: str = ""
 
 
-class RedisStreamStore:
+class RedisStreamStore(HandlesInRedis):
     """The messages of one namespace in a stream of Redis, or of a server that speaks like it.
 
     The quick store: a message is one entry, and one that goes out at the first try is written nowhere else. What it
@@ -114,7 +116,11 @@ class RedisStreamStore:
         self._unmarshal = unmarshal
         self._keys = StreamKeys(table, namespace)
         self._client = Client(server, timeout=timeout)
-        self._assurance = Assurance(self._client, profile, prefix=self._keys.stream, replicas=replicas, timeout=timeout)
+        transactions = RedisTransactions(
+            self._client.foreign, tag=namespace, profile=profile, replicas=replicas, timeout=timeout
+        )
+        super().__init__(transactions)
+        self._assurance = transactions.assurance
         #: Tells this object from an earlier one of the same name, whose claims are to be taken over.
         self._incarnation = uuid4().hex[:8]
         self._is_open = False
