@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
-from ...errors import ConfigurationError
 from ...message import DEFAULT_NAMESPACE
 from ...outbox import Outbox
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
-from .client import Client
+from .base import AT_ONCE, SUSPECTS_EVERY, TIMEOUT, WEEK, StoreInRedis
 from .decisions import ticket_keys, ticket_script
-from .handling import WEEK, HandlesInRedis
 from .hints import listen
 from .keys import Keys
 from .profile import Profile
 from .record import clipped, identity_of, unpacked
 from .scripts import Script, script
-from .transactions import RedisTransactions
 
 __all__ = ["Counters", "RedisStore"]
 
-TIMEOUT: Final = timedelta(seconds=10)
-#: How often suspects are asked for first, so that a constant load cannot starve them.
-SUSPECTS_EVERY: Final = 16
-#: A script holds up everybody else's commands, so none does more than this.
-AT_ONCE: Final = 500
 #: How many seconds repair leaves the server to others after each look.
 _PAUSE: Final = 0.005
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -57,7 +47,7 @@ class Counters:
     orphans: int
 
 
-class RedisStore(HandlesInRedis):
+class RedisStore(StoreInRedis):
     """The messages of one namespace in Redis, or in a server that speaks like it.
 
     Example:
@@ -96,62 +86,24 @@ class RedisStore(HandlesInRedis):
             ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
                 profile.
         """
-        if keep_delivered < timedelta(0):
-            raise ConfigurationError(f"keep_delivered={keep_delivered} must not be negative")
-        self.namespace = namespace
         self.features: Features = Features(wakeups=True, requires_transaction=False)
-        self.keep_delivered = keep_delivered
-        self._table = table
         self._keys = Keys(table, namespace)
-        self._client = Client(server, timeout=timeout)
-        transactions = RedisTransactions(
-            self._client.foreign, tag=namespace, profile=profile, replicas=replicas, timeout=timeout
+        super().__init__(
+            server,
+            namespace=namespace,
+            table=table,
+            prefix=self._keys.prefix,
+            keep_delivered=keep_delivered,
+            profile=profile,
+            replicas=replicas,
+            timeout=timeout,
         )
-        super().__init__(transactions)
-        self._assurance = transactions.assurance
-        self._is_open = False
-        self._turn = 0
 
-    def __repr__(self) -> str:
-        """Show what is stored where, without the address, which may hold a password."""
-        return f"{type(self).__name__}(namespace={self.namespace!r}, table={self._table!r})"
-
-    async def open(self) -> bool:
-        """Connect, and check that the server keeps its profile; tell whether the store was closed before.
-
-        Raises:
-            ConfigurationError: It does not; the message says which setting or profile to choose.
-        """
-        was_closed = not self._is_open
-        await self._client.ask(self._keys.channel, "PING")
-        await self._assurance.check()
-        self._is_open = True
-        return was_closed
-
-    async def close(self) -> None:
-        """Close all connections; the store can be opened again."""
-        self._is_open = False
-        await self._client.close()
-
-    def confirmed(self) -> AbstractAsyncContextManager[None]:
-        """Return a block at whose end everything that was stored in it is as safe as the profile says.
-
-        For whoever adds messages, and then tells somebody else that they are stored. Claims, acknowledgements and
-        transactions wait for that by themselves.
-
-        Raises:
-            StoreUnavailableError: That is not certain.
-        """
-        return self._assurance.confirmed(self._keys.prefix)
-
-    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
-        """Lease what is due, expired leases first, each key from its head on; or one suspect.
-
-        What is handed out is safe: no message is delivered that a crash of the server would take back.
-        """
-        return await self._assurance.claimed(partial(self._claim, limit, terms), self._settle, self._keys.prefix)
+    async def _prepare(self) -> None:
+        """Do nothing: scripts make what they need."""
 
     async def _claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        """Claim expired leases first, each key from its head on."""
         self._turn += 1
         since = b""
         while True:
@@ -181,11 +133,6 @@ class RedisStore(HandlesInRedis):
             arrived=int(seq),
         )
         return Claim(message, bool(suspect), broken)
-
-    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
-        """Record what became of claims, safely; return those that were lost."""
-        async with self.confirmed():
-            return await self._settle(settlements)
 
     async def _settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         lost: list[Claim] = []

@@ -6,32 +6,23 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Any, Final
 from uuid import uuid4
 
-from ...errors import ConfigurationError, DecodeError, InvalidNameError, StoreError, StoreTimeoutError
+from ...errors import DecodeError, InvalidNameError, StoreError, StoreTimeoutError
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
-from .client import Client
-from .handling import HandlesInRedis
+from .base import AT_ONCE, SUSPECTS_EVERY, TIMEOUT, StoreInRedis
 from .profile import Profile
 from .record import clipped
 from .stream_keys import StreamKeys
 from .stream_outbox import StreamOutbox
 from .stream_record import Fields, Marshal, Unmarshal, arrival, moment, salvaged, unmarshalled
-from .transactions import RedisTransactions
 
 __all__ = ["RedisStreamStore", "StreamClaim"]
 
-TIMEOUT: Final = timedelta(seconds=10)
-#: How often suspects are asked for first, so that a constant load cannot starve them.
-SUSPECTS_EVERY: Final = 16
-#: A script holds up everybody else's commands, so none does more than this.
-AT_ONCE: Final = 500
 #: For how long the name of a consumer is known that has nothing in its hands.
 FORGET_NAMES: Final = timedelta(hours=1)
 #: How long one call waits for new entries, and how long a listener rests after one, so that a load does not hold it up.
@@ -51,7 +42,7 @@ class StreamClaim(Claim):
     entry: str = ""
 
 
-class RedisStreamStore(HandlesInRedis):
+class RedisStreamStore(StoreInRedis):
     """The messages of one namespace in a stream of Redis, or of a server that speaks like it.
 
     The quick store: a message is one entry, and one that goes out at the first try is written nowhere else. What it
@@ -101,85 +92,51 @@ class RedisStreamStore(HandlesInRedis):
             ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
                 profile.
         """
-        if keep_delivered < timedelta(0):
-            raise ConfigurationError(f"keep_delivered={keep_delivered} must not be negative")
         for kind, name in (("group", group), ("consumer", consumer)):
             if name is not None and (not is_namespace(name) or "|" in name):
                 raise InvalidNameError(kind, name, "1 to 100 printable characters without a |")
-        self.namespace = namespace
+        self._keys = StreamKeys(table, namespace)
+        super().__init__(
+            server,
+            namespace=namespace,
+            table=table,
+            prefix=self._keys.stream,
+            keep_delivered=keep_delivered,
+            profile=profile,
+            replicas=replicas,
+            timeout=timeout,
+        )
         self.features: Features = Features(wakeups=True, requires_transaction=False, ordered=False, dedupes=False)
-        self.keep_delivered = keep_delivered
         self.consumer: str = consumer or f"{socket.gethostname()[:50]}-{os.getpid()}-{uuid4().hex}"
-        self._table = table
         self._group = group
         self._marshal = marshal
         self._unmarshal = unmarshal
-        self._keys = StreamKeys(table, namespace)
-        self._client = Client(server, timeout=timeout)
-        transactions = RedisTransactions(
-            self._client.foreign, tag=namespace, profile=profile, replicas=replicas, timeout=timeout
-        )
-        super().__init__(transactions)
-        self._assurance = transactions.assurance
         #: Tells this object from an earlier one of the same name, whose claims are to be taken over.
         self._incarnation = uuid4().hex[:8]
-        self._is_open = False
         self._has_claimed = False
-        self._turn = 0
-
-    def __repr__(self) -> str:
-        """Show what is stored where, without the address, which may hold a password."""
-        return f"{type(self).__name__}(namespace={self.namespace!r}, table={self._table!r})"
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> StreamOutbox:
         """Return what adds messages to this store."""
         return StreamOutbox(namespace=self.namespace, table=self._table, marshal=self._marshal, wake=wake)
 
-    async def open(self) -> bool:
-        """Connect, and make the group if it is not there; tell whether the store was closed before.
-
-        Raises:
-            ConfigurationError: The server does not keep its profile; the message says which setting to choose.
-        """
-        was_closed = not self._is_open
-        await self._assurance.check()
+    async def _prepare(self) -> None:
+        """Make the group if it is not there."""
         await self._run("open")
-        self._is_open = True
-        return was_closed
-
-    async def close(self) -> None:
-        """Close all connections; the store can be opened again."""
-        self._is_open = False
-        await self._client.close()
-
-    def confirmed(self) -> AbstractAsyncContextManager[None]:
-        """Return a block at whose end everything that was stored in it is as safe as the profile says.
-
-        For whoever adds messages, and then tells somebody else that they are stored.
-
-        Raises:
-            StoreUnavailableError: That is not certain.
-        """
-        return self._assurance.confirmed(self._keys.stream)
 
     # -- claim -------------------------------------------------------------------------------------------------
 
-    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
-        """Lease what is due: expired leases first, then what waits for another try, then new entries; or one suspect.
+    async def _claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        """Claim expired leases first, then what waits for another try, then new entries.
 
         What is not for these terms can only be told once it is read: it is put aside, and no attempt is spent on it.
-        What is handed out is safe: no message is delivered that a crash of the server would take back.
         """
-        return await self._assurance.claimed(partial(self._claims, limit, terms), self._settle_all, self._keys.stream)
-
-    async def _claims(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         self._turn += 1
         since = b""
         while True:
             since, claims = await self._look(limit, terms, since)
             others = [claim for claim in claims if not _is_for(claim.message, terms)] if _is_choosy(terms) else []
             if others:
-                await self._settle_all([Settlement(claim, Release()) for claim in others])
+                await self._settle([Settlement(claim, Release()) for claim in others])
                 claims = [claim for claim in claims if _is_for(claim.message, terms)]
             if claims or not (others or since):
                 return claims
@@ -210,16 +167,16 @@ class RedisStreamStore(HandlesInRedis):
         claims: list[Claim] = []
         for (entry, words), count, attempt in zip(entries, told[::2], told[1::2], strict=True):
             fields = dict(zip(words[::2], words[1::2], strict=True))
-            claims.append(self._claim(entry, fields, attempt, base + count, is_suspect=is_suspect))
+            claims.append(self._one(entry, fields, attempt, base + count, is_suspect=is_suspect))
         return claims
 
     async def _fresh(self, limit: int, name: str, token: int) -> list[Claim]:
         """Read new entries, which are ours for as long as the name says."""
         words = "XREADGROUP", "GROUP", self._group, name, "COUNT", limit, "STREAMS", self._keys.stream, ">"
         answer = await self._client.ask(self._keys.stream, *words)
-        return [self._claim(entry, fields, 1, token) for entry, fields in _entries(answer)]
+        return [self._one(entry, fields, 1, token) for entry, fields in _entries(answer)]
 
-    def _claim(
+    def _one(
         self, entry: bytes, fields: dict[bytes, bytes], attempt: int, token: int, *, is_suspect: bool = False
     ) -> StreamClaim:
         name, added = entry.decode(), fields.pop(_TIME) if _TIME in fields else None
@@ -242,18 +199,13 @@ class RedisStreamStore(HandlesInRedis):
 
     # -- settle ------------------------------------------------------------------------------------------------
 
-    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
-        """Record what became of claims, safely; return those that were lost."""
-        async with self.confirmed():
-            return await self._settle_all(settlements)
-
-    async def _settle_all(self, settlements: Sequence[Settlement]) -> list[Claim]:
+    async def _settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         lost: list[Claim] = []
         for first in range(0, len(settlements), AT_ONCE):
-            lost += await self._settle(settlements[first : first + AT_ONCE])
+            lost += await self._settled(settlements[first : first + AT_ONCE])
         return lost
 
-    async def _settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+    async def _settled(self, settlements: Sequence[Settlement]) -> list[Claim]:
         delivered: list[StreamClaim] = []
         others: list[Claim] = []
         lost: list[Claim] = []
