@@ -54,7 +54,7 @@ class StoreInRedis(ABC):
         )
         self._assurance = self._transactions.assurance
         self._is_open = False
-        self._turn = 0
+        self._turn: int = 0
 
     def __repr__(self) -> str:
         """Show what is stored where, without the address, which may hold a password."""
