@@ -203,7 +203,7 @@ def contract(variant: str, tests: Sequence[Contract | Scripted], dsn: str) -> su
     return subprocess.run(
         [sys.executable, "-c", PYTEST, variant, *quick, *paths],
         cwd=ROOT,
-        env={**os.environ, "POSTROOM_TEST_POSTGRES_DSN": dsn},
+        env={**os.environ, "POSTROOM_TEST_POSTGRES_DSN": dsn, "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         check=False,
