@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -48,9 +48,10 @@ class Recorded:
         self._store = store
         self._history = history
         self._calls = count()
-        self._settle = store.settle
-        # A claim may bring what the store itself gives back at once, since it is not for these terms.
-        setattr(store, "settle", self.settle)  # noqa: B010 -- no store says that its methods are there to be set
+        # A claim may bring what a stream itself gives back at once, since it is not for these terms.
+        step = "_settle" if hasattr(store, "_settle") else "settle"
+        self._settle: Callable[[Sequence[Settlement]], Awaitable[list[Claim]]] = getattr(store, step)
+        setattr(store, step, self._settled)
 
     async def open(self) -> bool:
         return await self._store.open()
@@ -69,6 +70,9 @@ class Recorded:
         return claims
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        return await self._store.settle(settlements)
+
+    async def _settled(self, settlements: Sequence[Settlement]) -> list[Claim]:
         call = next(self._calls)
         wanted = [(*_named(one.claim), type(one.outcome).__name__.lower()) for one in settlements]
         self._history.write("settle", "invoke", call=call, settlements=wanted)
