@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
-__all__ = ["Packed", "commands", "unpacked"]
+__all__ = ["WHOLE_LOG", "Packed", "commands", "unpacked"]
+
+#: How a server is started whose log is never written anew, which would leave out how things came about.
+WHOLE_LOG: Final = {"auto-aof-rewrite-percentage": "0"}
 
 #: What a script packs: texts, whole numbers, and arrays of those.
 Packed: TypeAlias = "bytes | int | list[Packed]"
@@ -32,9 +35,15 @@ _TEXTS: Final = {0xD9: ">B", 0xDA: ">H", 0xDB: ">I"}
 
 
 def commands(folder: Path) -> Iterator[list[bytes]]:
-    """Yield what a server has written to the files of its log, which must never have been rewritten."""
+    """Yield what a server has written to the files of its log.
+
+    Raises:
+        ValueError: It was written anew, and does not tell everything any more.
+    """
     [manifest] = folder.glob("*.manifest")
     parts = [line.split() for line in manifest.read_text().splitlines()]
+    if any(kind == "b" and number != "1" for _, _, _, number, _, kind in parts):
+        raise ValueError("the log was written anew; start the server with WHOLE_LOG")
     for _, name, _, _, _, kind in parts:
         if kind == "i":
             with (folder / name).open("rb") as file:

@@ -36,6 +36,7 @@ from .dispatcher import MAX_ATTEMPTS
 from .evidence import gather
 from .groups import GROUPS, HANDLINGS, TOPICS
 from .history import History, read
+from .log import WHOLE_LOG
 from .nemesis import Nemesis, plan
 from .report import Verdict, judge, write
 from .stores import delivering_store
@@ -254,8 +255,8 @@ def server_of(store: str) -> Server:
         REDIS.find(*RedisServer.names)
     except ServerMissingError:
         VALKEY.find(*ValkeyServer.names)
-        return ValkeyServer()
-    return RedisServer()
+        return ValkeyServer(settings=WHOLE_LOG)
+    return RedisServer(settings=WHOLE_LOG)
 
 
 async def _mended(store: Store) -> int:

@@ -6,21 +6,25 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import redis.asyncio
 
 from chaos.audit import Change, Effect, Letter, Truth, truth_of
 from chaos.checker import CHECKS
 from chaos.consumer import WRITERS
 from chaos.desk import Rollback, desk_for
 from chaos.evidence import Violation, gather
+from chaos.log import WHOLE_LOG, commands
 from chaos.stores import delivering_store, handling_store
 from postroom import ClaimTerms, Dead, Delivered, Message, Release, Retry, Settlement
 from postroom.dead_letters import StoredDeadLetters
 from postroom.store import Claim, Store
 from postroom.testing.plugin import skip_or_fail
 from postroom.testing.servers import ServerMissingError, ValkeyServer
+from postroom.testing.waiting import until
 
 LEASE = timedelta(seconds=30)
 #: One that can be waited for.
@@ -75,7 +79,7 @@ async def opened(name: str, url: str) -> AsyncIterator[Place]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ValkeyServer]:
     """A server whose log is that of these tests alone."""
-    server = ValkeyServer()
+    server = ValkeyServer(settings=WHOLE_LOG)
     try:
         server.start()
     except ServerMissingError as error:
@@ -216,3 +220,23 @@ async def test_what_was_only_claimed_is_not_marked_as_delivered(place: Place) ->
     await place.claim()
 
     assert place.violations("C1") == []
+
+
+async def test_a_log_that_was_written_anew_is_not_believed(private_valkey: ValkeyServer) -> None:
+    """What came before is missing from it."""
+    async with redis.asyncio.Redis.from_url(private_valkey.dsn) as client:
+        told = await client.config_get("dir", "appenddirname")
+        folder = Path(str(told["dir"]), str(told["appenddirname"]))
+        await client.set("stock", 1)
+        assert [b"SET", b"stock", b"1"] in list(commands(folder))
+        await client.bgrewriteaof()
+
+        def is_refused() -> bool:
+            try:
+                return not [*commands(folder)]
+            except ValueError:
+                return True
+
+        await until(is_refused, "a log that tells what is left")
+        with pytest.raises(ValueError, match="written anew"):
+            list(commands(folder))
