@@ -73,8 +73,7 @@ class RedisStreamStore(StoreInRedis):
         """Set up a store; no connection is made.
 
         Args:
-            server: A URL that begins with ``redis://``, ``rediss://`` or ``unix://``, or an async client of redis-py's
-                that repeats nothing by itself and answers with bytes.
+            server: A URL or a client, as for `RedisStore`.
             namespace: Whose messages these are; all of them are in one slot of a cluster.
             table: What the key of the stream begins with: ``<table>:{<namespace>}:stream``.
             group: The consumer group; made when it is not there, from the first entry on.
