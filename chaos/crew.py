@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,12 @@ _ROLES: Final = {"c": "consumer", "d": "dispatcher", "p": "producer", "r": "rece
 _PIPE: Final = asyncio.subprocess.PIPE
 #: How long a worker may take to end after it was asked to.
 _FAREWELL: Final = 30.0
+#: What asyncpg leaves behind when it is told to give up in the moment in which a connection stands: nobody's future.
+_NOISE: Final = """\
+Future exception was never retrieved
+future: <Future finished exception=ConnectionError('unexpected connection_lost() call')>
+ConnectionError: unexpected connection_lost() call
+"""
 
 
 @dataclass(slots=True)
@@ -70,12 +77,13 @@ class Crew:
         while member.setting.name not in self._leaving:
             process = await self._start(member.setting)
             member.process = process
-            if process.stdout is not None and await process.stdout.readline():  # it says so when it is at work
+            has_started = bool(process.stdout and await process.stdout.readline())  # it says so when it is at work
+            if has_started:
                 member.up.set()
             if member.setting.name in self._leaving:  # asked to go while it was being started
                 self._signal(member, signal.SIGTERM)
             code = await process.wait()
-            if not member.up.is_set() and code > 0:
+            if not has_started and code > 0:
                 raise ChildProcessError(f"{member.setting.name} cannot start; see {self._errors_of(member.setting)}")
             member.up.clear()
             self._judge(member.setting, code)
@@ -119,28 +127,34 @@ class Crew:
     async def assemble(self) -> None:
         """Wait until everybody is at work; raise if somebody cannot even start."""
         for member in self._members.values():
-            up = asyncio.create_task(member.up.wait())
-            if member.keeper is not None:
-                await asyncio.wait({up, member.keeper}, return_when=asyncio.FIRST_COMPLETED)
-            if not up.done() and member.keeper is not None:
-                up.cancel()
-                member.keeper.result()
+            await self._at_work(member)
+
+    @staticmethod
+    async def _at_work(member: _Member) -> None:
+        """Wait until a worker is at work; raise if nobody will start it any more."""
+        up = asyncio.create_task(member.up.wait())
+        try:
+            await asyncio.wait({up, member.keeper} if member.keeper else {up}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            up.cancel()
+        if member.keeper is not None and member.keeper.done():
+            member.keeper.result()
 
     async def kill(self, name: str, *, down: float = 0.0, skew: float | None = None) -> None:
         """Kill a worker, and return when it is up again; perhaps with a wrong clock."""
         member = self._members[name]
-        await member.up.wait()
+        await self._at_work(member)
         member.down = down
         if skew is not None:
             member.setting = replace(member.setting, skew=skew)
         member.up.clear()
         self._signal(member, signal.SIGKILL)
-        await member.up.wait()
+        await self._at_work(member)
 
     async def pause(self, name: str, length: float) -> None:
         """Hold a worker still for a while."""
         member = self._members[name]
-        await member.up.wait()
+        await self._at_work(member)
         self._signal(member, signal.SIGSTOP)
         await asyncio.sleep(length)
         self._signal(member, signal.SIGCONT)
@@ -172,11 +186,13 @@ class Crew:
         """Return the bad lines of what dispatchers and consumers wrote to their standard error."""
         found: list[str] = []
         for path in sorted(self._folder.glob("[cd]*.stderr")):
-            found += [f"{path.stem}: {line}" for line in path.read_text(errors="replace").splitlines() if is_bad(line)]
+            lines = path.read_text(errors="replace").replace(_NOISE, "").splitlines()
+            found += [f"{path.stem}: {line}" for line in lines if is_bad(line)]
         return found
 
     @staticmethod
     def _signal(member: _Member, number: signal.Signals) -> None:
         if member.process is not None and member.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                member.process.send_signal(number)
+                # Its own method would first ask whether it is dead; then nobody else could ask how it died.
+                os.kill(member.process.pid, number)
