@@ -40,7 +40,8 @@ def commands(folder: Path) -> Iterator[list[bytes]]:
     Raises:
         ValueError: It was written anew, and does not tell everything any more.
     """
-    [manifest] = folder.glob("*.manifest")
+    # While the log is written anew there is another for a moment, which is not valid yet.
+    [manifest] = (path for path in folder.glob("*.manifest") if not path.name.startswith("temp"))
     parts = [line.split() for line in manifest.read_text().splitlines()]
     if any(kind == "b" and number != "1" for _, _, _, number, _, kind in parts):
         raise ValueError("the log was written anew; start the server with WHOLE_LOG")
