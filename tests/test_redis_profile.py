@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -96,6 +97,11 @@ def login(server: RedisServer, *rules: str) -> str:
     """Return the URL of a user who may do everything but what rules forbid."""
     server.client.ask("ACL", "SETUSER", "guest", "on", ">secret", "~*", "&*", "+@all", *rules)
     return server.dsn.replace("://", "://guest:secret@")
+
+
+def is_waiting(server: RedisServer) -> bool:
+    """Tell whether a server has let somebody wait for a second; one that counts only what he has written does not."""
+    return bool(re.search(r"idle=[1-9].* cmd=wait ", str(server.client.ask("CLIENT", "LIST"))))
 
 
 async def check(client: Client, profile: Profile, **options: int) -> Checked:
@@ -417,6 +423,20 @@ class TestServerThatDoesNotTell:
         assert "connected replicas" not in checked.unseen
         with pytest.raises(ConfigurationError, match="connected replicas is 1"):
             await check(client, "replicated", replicas=2)
+
+    async def test_has_a_slow_replica_counted_even_if_nothing_may_be_asked(
+        self, pair: RedisReplicated, connect: Connect
+    ) -> None:
+        """A disk that is slow is no reason to refuse to start."""
+        client = connect(login(pair.primary, "-config", "-info"))
+        pair.replica.pause()
+        pair.primary.client.ask("SET", "order", "42")
+
+        checking = asyncio.create_task(check(client, "replicated"))
+        await until(lambda: checking.done() or is_waiting(pair.primary), "a second of waiting")
+        pair.replica.resume()
+
+        assert "WAIT" in (await checking).waits
 
     async def test_is_warned_about_with_every_profile(
         self, private_valkey: ValkeyServer, connect: Connect, caplog: pytest.LogCaptureFixture

@@ -278,7 +278,9 @@ async def _facts(node: _Node, profile: Profile, replicas: int) -> dict[str, str]
         if settings and not isinstance(settings, Exception):
             facts |= {"CONFIG": "yes"} | {_text(name): _text(value) for name, value in settings.items()}
     if profile == "replicated":
-        facts |= _waited(await node.ask("WAIT", replicas, _PROBE // _MILLISECOND), facts)
+        # Where nothing else tells how many there are, those that are slow are to be counted as well.
+        patience = _PROBE if "connected replicas" in facts else PATIENCE
+        facts |= _waited(await node.ask("WAIT", replicas, patience // _MILLISECOND), facts)
     if profile != "volatile":
         facts |= _waited_for_disk(await node.ask("WAITAOF", 1, 0, _PROBE // _MILLISECOND))
     return facts
