@@ -189,7 +189,8 @@ async def test_a_connection_that_breaks_before_the_commit_is_no_unknown_outcome(
             await outbox.add(connection, {"n": 1}, topic="t")
             await ask(
                 dsn,
-                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+                # It returns once the other end is gone: until then COMMIT could still be sent, in vain.
+                "SELECT count(pg_terminate_backend(pid, 60000)) FROM pg_stat_activity"
                 " WHERE state = 'idle in transaction' AND datname = current_database()",
             )
 
