@@ -43,7 +43,7 @@ check: setup ## Lint, formatting, types and the direction of imports.
 .PHONY: test
 test: check ## Check, then run all tests on all cores with coverage.
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n auto
+	$(BIN)/coverage run -m pytest -n auto --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
