@@ -206,6 +206,12 @@ class Bench:
             for _ in threads.map(lambda job: self.answer(self.start(job)), jobs):
                 pass
 
+    def medians(self, contender: str, dsn: str, other: str, count: int) -> tuple[float, float]:
+        """Return what a claim takes in two databases, as the median of all rounds."""
+        rounds = [self.call(contender, dsn, "medians", other=other, count=count) for _ in range(self.rounds)]
+        here, there = zip(*rounds, strict=True)
+        return statistics.median(here), statistics.median(there)
+
     def race(self, entries: Mapping[str, Entry], kind: Kind, *, count: int, keys: int = 0) -> Race:
         """Let everybody empty the same backlog, in turns, so that what disturbs one disturbs all."""
         databases = {name: self.database(kind) for name in entries}

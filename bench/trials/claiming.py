@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any
-from uuid import uuid4
 
 import asyncpg
 
-from postroom import Release
-from postroom.store import ClaimTerms, Settlement
-
+from ..claims import claims_in_turns
 from ..contenders.postroom import Postroom
 
 __all__ = ["contender"]
 
-LIMIT = 100
 _INSERT = """
     INSERT INTO postroom_outbox (id, namespace, topic, type, key, payload, content_type, next_attempt_at, status,
                                  delivered_at)
@@ -58,21 +52,9 @@ class Claiming(Postroom):
         await connection.execute("CHECKPOINT")
         await connection.close()
 
-    async def median(self, claims: int) -> float:
-        """Return the median of what a claim takes, in seconds."""
-        store = self.store()
-        await store.open()
-        terms = ClaimTerms(worker=uuid4())
-        taken: list[float] = []
-        for _ in range(claims):
-            began = time.perf_counter()
-            claimed = await store.claim(LIMIT, terms)
-            taken.append(time.perf_counter() - began)
-            if not claimed:
-                raise RuntimeError("nothing was claimed")
-            await store.settle([Settlement(claim, Release()) for claim in claimed])
-        await store.close()
-        return statistics.median(taken[claims // 10 :])
+    async def medians(self, other: str, count: int) -> list[float]:
+        """Return the medians of what a claim takes here and in another database, in seconds."""
+        return await claims_in_turns([self.store(), Claiming(other).store()], count)
 
 
 def contender(dsn: str, **options: Any) -> Claiming:  # noqa: ANN401 -- as for every contender

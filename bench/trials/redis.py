@@ -7,13 +7,12 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
-from uuid import uuid4
 
 from redis.asyncio.client import Pipeline
 
-from postroom import Outbox, Release, uuid7
-from postroom.store import ClaimTerms, Settlement
+from postroom import Outbox, uuid7
 
+from ..claims import claims_in_turns
 from ..contender import PAYLOAD
 from ..contenders.postroom_redis import PostroomRedis
 from ..redis_backlog import KEYS
@@ -24,7 +23,6 @@ Work: TypeAlias = Callable[[Pipeline, int], Awaitable[object]]
 
 #: How many messages one MULTI adds.
 BATCH = 100
-_LIMIT = 100
 _ENTRIES, _DUE = f"{KEYS.prefix}:by_hand", f"{KEYS.prefix}:by_hand:due"
 
 
@@ -82,21 +80,9 @@ class Trial(PostroomRedis):
             told: Mapping[str, Any] = await client.info("memory")
         return int(told["used_memory"])
 
-    async def median(self, claims: int) -> float:
-        """Return the median of what a claim takes, in seconds; each is given back, so that nothing changes."""
-        store = self.store()
-        await store.open()
-        terms = ClaimTerms(worker=uuid4())
-        taken: list[float] = []
-        for _ in range(claims):
-            began = time.perf_counter()
-            claimed = await store.claim(_LIMIT, terms)
-            taken.append(time.perf_counter() - began)
-            if len(claimed) != _LIMIT:
-                raise RuntimeError(f"{len(claimed)} messages were claimed instead of {_LIMIT}")
-            await store.settle([Settlement(claim, Release()) for claim in claimed])
-        await store.close()
-        return statistics.median(taken[claims // 10 :])
+    async def medians(self, other: str, count: int) -> list[float]:
+        """Return the medians of what a claim takes here and in another database, in seconds."""
+        return await claims_in_turns([self.store(), Trial(other).store()], count)
 
 
 def contender(dsn: str, **options: Any) -> Trial:  # noqa: ANN401 -- as for every contender

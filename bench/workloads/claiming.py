@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -37,7 +36,7 @@ _SHAPES = (
 
 
 def flat(bench: Bench) -> Iterator[Result]:
-    """Claims of 100 in large tables, over those in small ones; all tables are there, and two of them take turns."""
+    """Claims of 100 in large tables over those in small ones; all tables are there, and the two of a row take turns."""
     scale = 20 if bench.quick else 1
     claims = bench.size(60, 10)
     shapes = [replace(shape, more=shape.more // scale) for _, shape, _, _ in _SHAPES]
@@ -46,19 +45,14 @@ def flat(bench: Bench) -> Iterator[Result]:
     ordered = sorted(databases, key=lambda shape: -shape.more)
     bench.prepare(Job(_TRIAL, databases[shape], {"prepare": {}, "shape": asdict(shape)}) for shape in ordered)
     for shape, (name, _, other, goal) in zip(shapes, _SHAPES, strict=True):
-        large, small = databases[shape], databases[other]
-        taken: dict[str, list[float]] = {large: [], small: []}
-        for _ in range(bench.rounds):
-            for dsn, times in taken.items():
-                times.append(bench.call(_TRIAL, dsn, "median", claims=claims))
-        times_large, times_small = statistics.median(taken[large]), statistics.median(taken[small])
+        large, small = bench.medians(_TRIAL, databases[shape], databases[other], claims)
         yield Result(
             name=f"postgres.claim.{name}",
-            value=times_large / times_small,
+            value=large / small,
             goal=goal,
             better="lower",
-            detail=f"claim of 100: {times_large * 1e3:.2f} ms beside {shape.more:,} rows, "
-            f"{times_small * 1e3:.2f} ms in a small table",
+            detail=f"claim of 100: {large * 1e3:.2f} ms beside {shape.more:,} rows, "
+            f"{small * 1e3:.2f} ms in a small table",
         )
 
 
@@ -67,7 +61,7 @@ def held_snapshot(bench: Bench) -> Iterator[Result]:
     dsn = bench.database("postgres")
     bench.call("trials.snapshot", dsn, "prepare")
     held = bench.size(60, 3)
-    around = bench.size(20, 2)
+    around = bench.size(15, 2)
     p99 = bench.call("trials.snapshot", dsn, "percentiles", before=around, held=held, after=around)
     told = (
         f"p99 of a claim: {p99['before'] * 1e3:.2f} ms before, {p99['held'] * 1e3:.2f} ms while open for {held} s, "

@@ -32,7 +32,7 @@ def memory(bench: Bench) -> Iterator[Result]:
 
 def two_processes(bench: Bench) -> Iterator[Result]:
     """Two dispatchers over one, with a publisher that keeps a processor busy."""
-    count = bench.size(40_000, 2_000)
+    count = bench.size(30_000, 2_000)
     dsn = bench.database("postgres")
     bench.call(_TRIAL, dsn, "prepare")
     rates: dict[int, list[float]] = {1: [], 2: []}
