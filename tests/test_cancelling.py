@@ -686,8 +686,8 @@ def dispatcher(store: Store, desk: Desk) -> Dispatcher:
         store,
         desk.send,
         batch=4,
-        lease=SECOND,
-        publish_timeout=SECOND / 2,
+        lease=60 * SECOND,
+        publish_timeout=30 * SECOND,
         poll_interval=SECOND / 100,
         listener=lambda _: None,
     )
@@ -763,7 +763,7 @@ async def test_a_cancelled_reader_of_a_source_loses_nothing(site: Site) -> None:
             acknowledged: list[UUID] = []
 
             async def read(desk: Desk = desk, acknowledged: list[UUID] = acknowledged) -> None:
-                async with source(store, lease=SECOND, poll_interval=SECOND / 100) as deliveries:
+                async with source(store, lease=60 * SECOND, poll_interval=SECOND / 100) as deliveries:
                     async for delivery in deliveries:
                         desk.delivered.append(delivery.message.id)
                         await delivery.ack()

@@ -276,7 +276,7 @@ async def _until_handled(site: Site, store: SQLStore, broker: MemoryBroker, name
         router(),
         transactional(store, consumer=name, listener=lambda _: None),
         backoff=lambda _: timedelta(0),
-        shutdown_grace=SECOND,
+        shutdown_grace=10 * SECOND,
         listener=lambda _: None,
     )
     running = asyncio.create_task(consumer.run())

@@ -517,7 +517,7 @@ async def test_a_loss_that_the_renewal_noticed_is_not_settled_at_all() -> None:
 
     bench.add()
     async with bench.running(
-        send, lease=300 * MS, publish_timeout=200 * MS, batches_in_flight=1, batch=1, concurrency=1
+        send, lease=3 * SECOND, publish_timeout=2 * SECOND, batches_in_flight=1, batch=1, concurrency=1
     ):
         await started.wait()
         ahead = timedelta(hours=1)
@@ -595,7 +595,7 @@ async def test_work_is_not_begun_when_the_lease_is_nearly_over() -> None:
         calls.append(message.id)
 
     bench.add()
-    async with bench.running(send, lease=200 * MS, publish_timeout=100 * MS):
+    async with bench.running(send, lease=2 * SECOND, publish_timeout=1900 * MS):
         await until(lambda: bool(bench.told(ev.MessagesReleased)), "the release")
 
     assert calls == []

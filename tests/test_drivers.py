@@ -38,9 +38,11 @@ from postroom.testing.servers import MariaDBServer, PostgresServer
 from postroom.testing.waiting import until
 
 TERMS = ClaimTerms(worker=uuid4())
-TIMEOUT = timedelta(seconds=1)
+TIMEOUT = timedelta(seconds=3)
+#: For calls that are to end well, or at once.
+PATIENCE = timedelta(seconds=20)
 #: What a call may take over its timeout: throwing away the connection, on a busy machine.
-MARGIN = 1.5
+MARGIN = 8
 Kind = Literal["asyncpg", "psycopg", "asyncmy"]
 Connection: TypeAlias = Any  # two libraries, one PEP
 KINDS: tuple[Kind, ...] = ("asyncpg", "psycopg", "asyncmy")
@@ -64,7 +66,7 @@ class Site:
         parts = urlsplit(self.dsn)
         return parts._replace(netloc=f"{parts.username}@127.0.0.1:{self.proxy.port}").geturl()
 
-    def store(self, *, timeout: timedelta = TIMEOUT, connections: int = 5) -> SQLStore:
+    def store(self, *, timeout: timedelta = PATIENCE, connections: int = 5) -> SQLStore:
         return store_of(self.kind, self.url, timeout=timeout, connections=connections)
 
     def connect(self) -> Connection:
@@ -94,11 +96,14 @@ class Site:
                 "WHERE db = DATABASE() AND id <> CONNECTION_ID()"
             )
         else:
-            text = "SELECT state FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            text = (
+                "SELECT state FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+                "AND backend_type = 'client backend'"
+            )
         return [row[0] for row in self.run(text)]
 
 
-def store_of(kind: Kind, url: str, *, timeout: timedelta = TIMEOUT, connections: int = 5) -> SQLStore:
+def store_of(kind: Kind, url: str, *, timeout: timedelta = PATIENCE, connections: int = 5) -> SQLStore:
     if kind == "asyncmy":
         return MySQLStore(url, timeout=timeout, connections=connections)
     return PostgresStore(url, driver=kind, timeout=timeout, connections=connections)
@@ -148,10 +153,10 @@ async def test_a_silent_link_ends_in_a_timeout_and_its_connection_is_not_used_ag
     site: Site, directions: tuple[Direction, ...]
 ) -> None:
     """No driver ends a call on a black-holed link by itself."""
-    async with opened(site.store()) as store:
+    async with opened(site.store(timeout=TIMEOUT)) as store:
         site.proxy.black_hole(*directions)
         async with within(TIMEOUT.total_seconds() + MARGIN):
-            with pytest.raises(StoreTimeoutError, match=r"127\.0\.0\.1:\d+/\w+ did not answer within 1 s"):
+            with pytest.raises(StoreTimeoutError, match=r"127\.0\.0\.1:\d+/\w+ did not answer within 3 s"):
                 await store.claim(10, TERMS)
         # What was held back may reach the server late, and must find nothing to claim.
         site.proxy.heal()
@@ -165,7 +170,7 @@ async def test_a_silent_link_ends_in_a_timeout_and_its_connection_is_not_used_ag
 async def test_a_link_that_is_silent_from_the_beginning_ends_in_a_timeout(site: Site) -> None:
     """Connecting has the same deadline as everything else."""
     site.proxy.black_hole()
-    store = site.store()
+    store = site.store(timeout=TIMEOUT)
 
     async with within(TIMEOUT.total_seconds() + MARGIN):
         with pytest.raises(StoreTimeoutError):
@@ -178,7 +183,7 @@ async def test_a_link_that_is_silent_from_the_beginning_ends_in_a_timeout(site: 
 
 async def test_many_calls_on_a_silent_link_all_end_in_time(site: Site) -> None:
     """G11: waiting for a connection counts towards the deadline."""
-    async with opened(site.store(connections=2)) as store:
+    async with opened(site.store(timeout=TIMEOUT, connections=2)) as store:
         site.proxy.black_hole()
 
         async with within(TIMEOUT.total_seconds() + 2 * MARGIN):
@@ -204,10 +209,10 @@ async def test_a_cut_link_is_unavailable_once_and_then_works(site: Site) -> None
 async def test_a_link_that_is_cut_during_a_call_is_unavailable_at_once(site: Site) -> None:
     """The call does not wait for its deadline."""
     sleep = "SELECT SLEEP(30)" if site.kind == "asyncmy" else "SELECT pg_sleep(30)"
-    async with opened(site.store(timeout=timedelta(seconds=20))) as store:
-        async with within(5):
-            call = asyncio.create_task(store._run(ask(sleep), atomic=True))  # noqa: SLF001
-            await until(lambda: "active" in site.sessions(), "the call is under way")
+    async with opened(site.store()) as store:
+        call = asyncio.create_task(store._run(ask(sleep), atomic=True))  # noqa: SLF001
+        await until(lambda: "active" in site.sessions(), "the call is under way")
+        async with within(MARGIN):
             site.proxy.cut()
             with pytest.raises(StoreUnavailableError):
                 await call
@@ -250,7 +255,7 @@ async def test_a_port_where_nobody_listens_is_unavailable(site: Site) -> None:
     await site.proxy.refuse()
     store = site.store()
 
-    async with within(TIMEOUT.total_seconds()):
+    async with within(MARGIN):
         with pytest.raises(
             StoreUnavailableError, match=rf"127\.0\.0\.1:{site.proxy.port}/.*check that the server runs"
         ):
@@ -266,7 +271,7 @@ async def test_a_port_where_nobody_listens_is_unavailable(site: Site) -> None:
 
 async def test_the_pool_never_exceeds_its_size(site: Site) -> None:
     """G11: connections are bounded, however many calls there are."""
-    async with opened(site.store(connections=3, timeout=timedelta(seconds=20))) as store:
+    async with opened(site.store(connections=3)) as store:
         site.proxy.latency = timedelta(milliseconds=2)
 
         await asyncio.gather(*(store.stats() for _ in range(30)))
@@ -280,7 +285,7 @@ async def test_a_call_that_is_cancelled_anywhere_leaves_no_transaction_and_no_co
     """G11: cancelled while connecting, beginning, claiming or committing."""
     site.add(*[None] * 20, *["k"] * 20)
     dice = random.Random(5)
-    store = site.store(connections=2, timeout=timedelta(seconds=20))
+    store = site.store(connections=2)
     site.proxy.latency = timedelta(milliseconds=1)
     for number in range(60):
         call = asyncio.create_task(store.claim(1, TERMS))
@@ -293,9 +298,8 @@ async def test_a_call_that_is_cancelled_anywhere_leaves_no_transaction_and_no_co
     site.proxy.heal()
     await store.stats()
 
-    await until(lambda: len(site.sessions()) <= 1, "the sessions of cancelled calls end")
-    assert set(site.sessions()) == {"idle"}
-    assert site.proxy.open == 1
+    await until(lambda: site.sessions() == ["idle"], "the sessions of cancelled calls end")
+    await until(lambda: site.proxy.open == 1, "their connections end")
     await store.close()
     await until(lambda: site.sessions() == [], "all sessions end")
 
@@ -541,7 +545,7 @@ async def test_mariadb_refuses_credentials_without_telling_the_password(
 @pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
 async def test_calls_that_timed_out_do_not_pile_up_on_a_locked_table(kind: Kind, postgres_dsn: str) -> None:
     """G13: a server does not notice that nobody waits for its answer any more, so it is told when to give up."""
-    store = store_of(kind, postgres_dsn, timeout=timedelta(seconds=0.3), connections=2)
+    store = store_of(kind, postgres_dsn, timeout=timedelta(seconds=2), connections=2)
     await store.apply_schema()
 
     def waiting() -> int:
@@ -597,7 +601,7 @@ async def test_the_sweep_leaves_a_message_that_is_claimed_while_it_looks(site: S
     site.add(key)
     site.run("UPDATE postroom_outbox SET attempts = 5")
     worker = f"X'{uuid4().hex}'" if site.kind == "asyncmy" else f"'{uuid4()}'"
-    async with opened(site.store(timeout=timedelta(seconds=20))) as store:
+    async with opened(site.store()) as store:
         with closing(site.connect()) as connection:
             cursor = connection.cursor()
             cursor.execute("BEGIN")

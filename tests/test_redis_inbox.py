@@ -396,8 +396,8 @@ async def test_whoever_is_late_and_fails_deletes_nobody_elses_claim(shop: Shop) 
 
 async def test_a_lease_is_renewed_while_the_handler_runs_and_no_longer(shop: Shop) -> None:
     """S0-19: a slow handler keeps its message, up to a limit."""
-    box, handled = inbox(lease=6 * SHORT, longest=timedelta(minutes=1)), message()
-    limited, stuck = inbox(lease=2 * SHORT, longest=12 * SHORT), message()
+    box, handled = inbox(lease=20 * SHORT, longest=timedelta(minutes=1)), message()
+    limited, stuck = inbox(lease=2 * SHORT, longest=30 * SHORT), message()
 
     async with workers(shop, box) as (worker, other), workers(shop, limited, 1) as (hanging,):
         transaction = await worker.claim(handled)
@@ -460,7 +460,7 @@ from datetime import timedelta
 async def main(url, tag, consumer, identity, mode):
     client = redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0))
     transactions = RedisTransactions(client, tag=tag)
-    inbox = RedisInbox(consumer, lease=timedelta(milliseconds=500), mode=mode)
+    inbox = RedisInbox(consumer, lease=timedelta(seconds=5), mode=mode)
     async with transactions.begin() as transaction:
         await inbox.admit(transaction, Message(topic="orders", payload=b"", id=UUID(identity)))
         await transaction.connection.incrby("{%s}:effect" % tag, 1)
@@ -483,7 +483,7 @@ async def crash_with(shop: Shop, box: RedisInbox, handled: Message, mode: str) -
 
 async def test_a_process_that_is_killed_in_its_handler_delays_the_message_by_its_lease(shop: Shop) -> None:
     """S0-16, S0-17, S0-19, reliability 3.2: a claim, no effect, no event, no ack; then it is busy, and then handled."""
-    box, handled = inbox(lease=timedelta(milliseconds=500)), message()
+    box, handled = inbox(lease=timedelta(seconds=5)), message()
 
     await crash_with(shop, box, handled, "pessimistic")
 
@@ -497,7 +497,7 @@ async def test_a_process_that_is_killed_in_its_handler_delays_the_message_by_its
         await effect(shop, transaction)
         await worker.commit()
     assert left == ("p", (0, 0))
-    assert caught.value.delay <= timedelta(seconds=0.7)
+    assert caught.value.delay <= timedelta(seconds=7)
     assert await effects(shop) == (1, 1)
 
 
@@ -603,7 +603,7 @@ async def test_a_server_that_crashes_has_effect_mark_and_event_together_or_none(
     """S0-59, reliability 3.2: what the log of the server gives back is a prefix of whole commits."""
     async with shop_on(private_valkey.dsn) as shop:
         await shop.client.config_set("appendfsync", "always")
-        box, done, open_ = inbox(lease=timedelta(seconds=1)), message(), message()
+        box, done, open_ = inbox(lease=timedelta(seconds=5)), message(), message()
         async with workers(shop, box) as (worker, other):
             transaction = await worker.claim(done)
             assert transaction is not None

@@ -425,9 +425,10 @@ class TestServerThatDoesNotTell:
             await check(client, "replicated", replicas=2)
 
     async def test_has_a_slow_replica_counted_even_if_nothing_may_be_asked(
-        self, pair: RedisReplicated, connect: Connect
+        self, pair: RedisReplicated, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A disk that is slow is no reason to refuse to start."""
+        monkeypatch.setattr("postroom.stores.redis.profile.PATIENCE", LONG)
         client = connect(login(pair.primary, "-config", "-info"))
         pair.replica.pause()
         pair.primary.client.ask("SET", "order", "42")
@@ -473,8 +474,9 @@ class TestConfirmation:
     ) -> None:
         """S0-36: a server that hangs is an error with a deadline, never an ack."""
         configure(private_valkey, appendfsync="everysec")
-        client = connect(private_valkey.dsn, timeout=timedelta(milliseconds=500))
+        client = connect(private_valkey.dsn)
         checked = await check(client, "durable")
+        client._timeout = 0.5  # noqa: SLF001 -- what comes before may take longer
         private_valkey.pause()
 
         with pytest.raises(StoreUnavailableError, match=r"did not answer within 0\.5 s; it may have been stored"):

@@ -317,7 +317,7 @@ async def test_a_nacked_message_stays_pending_until_its_backoff_is_over(
     """S0-53, S0-57: it waits under the group's eyes, with its error."""
     await store.outbox().add(client, [numbered(1)])
     [claim] = await store.claim(10, TERMS)
-    await store.settle([Settlement(claim, Retry("it said no", 300 * MS))])
+    await store.settle([Settlement(claim, Retry("it said no", 3000 * MS))])
 
     early = await claimed(store)
     pending = await client.xpending(key(store), GROUP)

@@ -181,10 +181,11 @@ async def test_apply_creates_everything_and_the_second_time_says_that_there_was_
 
 APPLY = """
 import asyncio, sys
+from datetime import timedelta
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
 
 async def main() -> None:
-    store = {store}({where!r})
+    store = {store}({where!r}, timeout=timedelta(seconds=60))
     print("ready", flush=True)
     sys.stdin.readline()
     print(await store.apply_schema())

@@ -15,7 +15,7 @@ from uuid import UUID, uuid4
 from postroom import uuid7
 
 from .cases import Case, Dispatching, Producing, Receiving, State
-from .nursery import Worker, start
+from .nursery import Worker, start, whole_lines
 from .reception import receive
 from .sites import Row, Site, site_of
 from .table import CASES
@@ -85,8 +85,8 @@ class _Run:
             more = {name: getattr(case, name) for name in names}
             # Where nothing is to be swept, no other COMMIT should come between a fault and what it is meant for.
             more["sweep_interval"] = 0.1 if case.max_attempts == 1 else 60
-            if case.in_flight and name == "rescuer":
-                more |= {"lease": 10, "publish_timeout": 8}
+        if name == "rescuer":
+            more |= {"lease": 10, "publish_timeout": 8}  # nothing goes wrong in it, however slow it is
         orders = Orders(
             name=name,
             url=self.site.url,
@@ -114,7 +114,7 @@ class _Run:
             stop(rescuer)
 
     def lines(self, what: str, who: str | None = None) -> list[dict[str, Any]]:
-        found = [json.loads(line) for line in self._journal.read_text().splitlines()]
+        found = [json.loads(line) for line in whole_lines(self._journal)]
         return [line for line in found if line["what"] == what and who in {None, line["who"]}]
 
     def rows(self) -> list[Row]:

@@ -21,11 +21,16 @@ from typing import IO, Any, Final
 
 from .worker import Orders, main
 
-__all__ = ["Worker", "start"]
+__all__ = ["Worker", "start", "whole_lines"]
 
 ROOT: Final = Path(__file__).parents[2]
 #: What workers import when they need it.
 PRELOADED: Final = ("aiosqlite", "asyncmy", "asyncpg", "sqlalchemy.ext.asyncio", "postroom.stores.sql.drivers.asyncmy")
+
+
+def whole_lines(journal: Path) -> list[str]:
+    """Return what workers have written so far, without a line that one of them is just writing."""
+    return [line for line in journal.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 class Worker:

@@ -15,7 +15,7 @@ from uuid import uuid4
 from postroom import uuid7
 
 from .cases import Receiving
-from .nursery import Worker, start
+from .nursery import Worker, start, whole_lines
 from .post import Post
 from .receiver import POISON, QUIET
 from .sites import site_of
@@ -157,7 +157,7 @@ class _Run:
             time.sleep(0.01)
 
     def _lines(self, what: str, who: str | None = None) -> list[dict[str, Any]]:
-        found = [json.loads(line) for line in self._journal.read_text().splitlines()]
+        found = [json.loads(line) for line in whole_lines(self._journal)]
         return [line for line in found if line["what"] == what and who in {None, line["who"]}]
 
     # -- look ------------------------------------------------------------------------------------------------------

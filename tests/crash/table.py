@@ -42,6 +42,11 @@ def _alone(row: str, *arms: Arm, then: State = FIRST, **more: object) -> Case:
     return Dispatching(row=row, arms=arms, sequel="alone", final=then, **options)  # type: ignore[arg-type]
 
 
+def _kept(row: str, *arms: Arm, **more: object) -> Case:
+    """A dispatcher that keeps what it holds, however long it takes until the database hears of it."""
+    return _alone(row, *arms, lease=10, publish_timeout=8, **more)  # type: ignore[arg-type]
+
+
 def _late(arm: Arm, **more: object) -> Case:
     """A pause past the lease, in which the dispatcher does not take its own messages again either."""
     return _alone("pause past lease, nobody reclaimed", arm, Arm("claim.before", "linger", 2), **more)  # type: ignore[arg-type]
@@ -72,7 +77,7 @@ def _ended(row: str, *arms: Arm, then: State = AGAIN, crash: State = RELEASED, *
 def _renewing(*arms: Arm, stores: Sequence[str] = ALL) -> Case:
     """A publish that takes until the lease was renewed."""
     slow = Arm("publish.sent", "until_renewed")
-    return _alone("lease renewed", slow, *arms, publish_timeout=0.9, lease=1.2, stores=stores)
+    return _alone("lease renewed", slow, *arms, publish_timeout=1.8, lease=2.4, stores=stores)
 
 
 def _killed_renewing(point: str) -> Case:
@@ -83,8 +88,8 @@ def _killed_renewing(point: str) -> Case:
         crash=LEASED,
         final=SECOND,
         received=[2],
-        publish_timeout=0.9,
-        lease=1.2,
+        publish_timeout=1.8,
+        lease=2.4,
     )
 
 
@@ -193,10 +198,10 @@ DISPATCHING: Final[Sequence[Case]] = (
     _killed("confirm → ack sent", "settle.applied", received=[2], stores=TRANSACTIONS),
     _killed("ack applied, reply lost", "settle.applied", crash=FIRST, then=FIRST, stores=POSTGRES),
     _killed("ack applied, reply lost", "settle.after", crash=FIRST, then=FIRST),
-    _alone("ack applied, reply lost", fails("settle.after"), tells=["StoreFailed", "MessagesDelivered"]),
-    _alone("ack applied, reply lost", fails("settle.applied"), tells=["StoreFailed"]),
-    _alone("ack applied, reply lost", Arm("settle.statement", "lose", 1, "message"), stores=POSTGRES),
-    _alone("ack applied, reply lost", Arm("settle.applied", "lose", 1, "COMMIT"), stores=("mariadb",)),
+    _kept("ack applied, reply lost", fails("settle.after"), tells=["StoreFailed", "MessagesDelivered"]),
+    _kept("ack applied, reply lost", fails("settle.applied"), tells=["StoreFailed"]),
+    _kept("ack applied, reply lost", Arm("settle.statement", "lose", 1, "message"), stores=POSTGRES),
+    _kept("ack applied, reply lost", Arm("settle.applied", "lose", 1, "COMMIT"), stores=("mariadb",)),
     Dispatching(
         row="ack applied, reply lost, nothing kept",
         arms=[fails("settle.after")],
@@ -212,11 +217,11 @@ DISPATCHING: Final[Sequence[Case]] = (
         followers=AGAIN,
         lost="any",
     ),
-    _alone("DB down between publish and ack", *[fails("settle.before", nth) for nth in (1, 2, 3)]),
-    _alone("DB down between publish and ack", fails("settle.statement"), tells=["StoreFailed"]),
-    _alone("DB down between publish and ack", Arm("publish.confirmed", "cut"), tells=["StoreFailed"], stores=WIRED),
-    _alone("DB down between publish and ack", Arm("settle.statement", "cut"), tells=["StoreFailed"], stores=WIRED),
-    _alone("DB down between publish and ack", Arm("settle.applied", "cut"), stores=("mariadb",)),
+    _kept("DB down between publish and ack", *[fails("settle.before", nth) for nth in (1, 2, 3)]),
+    _kept("DB down between publish and ack", fails("settle.statement"), tells=["StoreFailed"]),
+    _kept("DB down between publish and ack", Arm("publish.confirmed", "cut"), tells=["StoreFailed"], stores=WIRED),
+    _kept("DB down between publish and ack", Arm("settle.statement", "cut"), tells=["StoreFailed"], stores=WIRED),
+    _kept("DB down between publish and ack", Arm("settle.applied", "cut"), stores=("mariadb",)),
     # -- pauses
     _late(Arm("publish.before", "block"), tells=["LoopStalled"]),
     _late(Arm("publish.confirmed", "block"), tells=["LoopStalled"]),

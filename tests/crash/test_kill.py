@@ -70,7 +70,7 @@ async def test_a_message_that_kills_its_worker_ends_dead_and_takes_nobody_with_i
         outbox.add(connection, {"n": "poison"}, topic="t", dedupe_key="poison")
         neighbours += outbox.add(connection, [{"n": n} for n in range(15, 30)], topic="t")
 
-    options = {"poison": "poison", "lease": 0.4, "max_attempts": 6}
+    options = {"poison": "poison", "lease": 1.5, "max_attempts": 6}
     deaths = 0
     while not await _is_drained(store):
         async with dispatchers(1, lambda: start(f"sqlite:///{path}", journal, **options)) as [process]:

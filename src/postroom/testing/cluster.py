@@ -160,7 +160,7 @@ class RedisCluster(RedisGroup):
     def __init__(
         self,
         *,
-        node_timeout: timedelta = timedelta(seconds=1),
+        node_timeout: timedelta = timedelta(seconds=2),
         settings: Mapping[str, str] | None = None,
         patience: timedelta = timedelta(seconds=60),
     ) -> None:

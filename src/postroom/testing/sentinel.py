@@ -51,7 +51,7 @@ class RedisSentinel(RedisReplicated):
     def __init__(
         self,
         *,
-        down_after: timedelta = timedelta(seconds=1),
+        down_after: timedelta = timedelta(seconds=2),
         settings: Mapping[str, str] | None = None,
         patience: timedelta = timedelta(seconds=60),
     ) -> None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from ...store import Claim, Dead, Delivered, Retry, Settlement
-from .harness import MINUTE, SECOND, TERMS, StoreHarness, numbered, numbers, states, terms
+from .harness import MINUTE, TERMS, StoreHarness, numbered, numbers, states, terms
 
 __all__ = ["UpkeepContract"]
 
@@ -255,4 +255,4 @@ class UpkeepContract:
 
         assert answers == [[]] * 30
         assert states(await harness.rows()) == [("delivered", 1, 1)] * 30
-        assert await harness.store.purge(older_than=SECOND) == 0
+        assert await harness.store.purge(older_than=HOUR) == 0
