@@ -82,7 +82,7 @@ class Dispatching:
     keep: bool = True
     max_attempts: int = 5
     on_dead: Literal["block", "skip"] = "block"
-    lease: float = 1.2
+    lease: float = 0.8
     publish_timeout: float = 0.35
     cleanup_interval: float = 60
 

@@ -65,7 +65,7 @@ class Orders:
     #: Whether messages are published one by one rather than in batches.
     each: bool = False
     keep: bool = True
-    lease: float = 1.2
+    lease: float = 0.8
     publish_timeout: float = 0.35
     sweep_interval: float = 0.1
     cleanup_interval: float = 60
