@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -41,21 +41,12 @@ def port() -> int:
 
 
 @pytest.fixture
-def watcher() -> Iterator[None]:
-    """What later versions use by themselves: who is dead is noticed between two steps of the loop, never within one."""
-    if sys.version_info >= (3, 12):
-        yield
-        return
-    policy = asyncio.get_event_loop_policy()
-    usual = policy.get_child_watcher()
-    policy.set_child_watcher(asyncio.PidfdChildWatcher())
-    yield
-    policy.set_child_watcher(usual)
-
-
-@pytest.fixture
-async def crew(tmp_path: Path, port: int, watcher: None) -> AsyncIterator[Crew]:
+async def crew(tmp_path: Path, port: int) -> AsyncIterator[Crew]:
     """One worker that needs no database, at work."""
+    if sys.version_info < (3, 12):
+        # What later versions use by themselves: who is dead is noticed between two steps of the loop, never within one.
+        asyncio.get_event_loop_policy().set_child_watcher(watcher := asyncio.PidfdChildWatcher())
+        watcher.attach_loop(asyncio.get_running_loop())
     crew = Crew(tmp_path, History(tmp_path, "crew"), None)
     crew.hire(Setting(name=NAME, store="sqlite", url="", folder=str(tmp_path), port=port, seed=1))
     await crew.assemble()
