@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 from uuid import UUID
 
 from .message import Message
 
 __all__ = [
+    "MAX_DESTINATION",
+    "PARKED_FOR",
     "Claim",
     "ClaimTerms",
     "Dead",
@@ -24,6 +26,11 @@ __all__ = [
     "Stats",
     "Store",
 ]
+
+#: How long a parked message waits at the most: nothing waits for ever for a dispatcher that died before it recovered.
+PARKED_FOR: Final = timedelta(hours=1)
+#: How many characters the name of a destination may have.
+MAX_DESTINATION: Final = 200
 
 #: What a dead message does to the later ones of its key: hold them back, or let them pass.
 OnDead: TypeAlias = Literal["block", "skip"]
@@ -51,9 +58,15 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The message was not tried; its attempt is given back, and it is due when it was, or after ``delay``."""
+    """The message was not tried; its attempt is given back, and it is due when it was, or after ``delay``.
+
+    With a ``destination`` the message is parked: it is not claimed again before `Store.unpark` is called for that
+    destination, or `PARKED_FOR` has passed.
+    """
 
     delay: timedelta = timedelta(0)
+    #: The destination that is down; at most `MAX_DESTINATION` characters.
+    destination: str | None = None
 
 
 Outcome: TypeAlias = Delivered | Retry | Dead | Release
@@ -90,6 +103,10 @@ class ClaimTerms:
     tenant_id: UUID | None = None
     #: Leave messages of these topics alone, because they are down.
     skip_topics: tuple[str, ...] = ()
+    #: The sum of the payloads that one claim returns; a single message may be larger. None sets no limit.
+    max_bytes: int | None = None
+    #: Look for due messages from the newest on, to find those behind a backlog that cannot be delivered.
+    newest_first: bool = False
 
     @property
     def suspect_after(self) -> int:
@@ -176,6 +193,17 @@ class Store(Protocol):
 
     async def sweep(self, terms: ClaimTerms) -> int:
         """Make messages dead that have no attempt left; return how many."""
+        ...
+
+    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
+        """Return up to ``limit`` destinations that have parked messages, in ascending order, beginning after one."""
+        ...
+
+    async def unpark(self, destination: str, limit: int) -> int:
+        """Make up to ``limit`` messages due that are parked for a destination, those parked first; return how many.
+
+        They are due as of their creation, so that claims return them before newer messages.
+        """
         ...
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:

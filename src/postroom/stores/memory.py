@@ -162,6 +162,14 @@ class MemoryStore:
             row.become("dead", now)
         return len(crashed + waiting)
 
+    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
+        """Return destinations that have parked messages."""
+        return []
+
+    async def unpark(self, destination: str, limit: int) -> int:
+        """Make messages due that are parked for a destination."""
+        return 0
+
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         """Delete delivered messages past their retention."""
         latest = self._clock() - older_than

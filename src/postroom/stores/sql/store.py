@@ -203,6 +203,14 @@ class SQLStore:
         """Make messages dead that have no attempt left."""
         return await self._retrying(lambda: self._dialect.sweep(self.namespace, terms))
 
+    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
+        """Return destinations that have parked messages."""
+        return []
+
+    async def unpark(self, destination: str, limit: int) -> int:
+        """Make messages due that are parked for a destination."""
+        return 0
+
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         """Delete delivered messages past their retention, one chunk of them."""
         deleted = await self._retrying(lambda: _one(self._dialect.purge(self.namespace, older_than, limit)))
