@@ -40,8 +40,12 @@ check: setup ## Lint, formatting, types and the direction of imports.
 	$(PYRIGHT) --verifytypes postroom --ignoreexternal
 	$(BIN)/lint-imports
 
+.PHONY: quick
+quick: setup ## Test the kernel, the stores in memory and SQLite, and the contract on PostgreSQL: under three minutes.
+	$(BIN)/pytest --tier quick -n auto --dist worksteal -q
+
 .PHONY: test
-test: check ## Check, then run all tests on all cores with coverage.
+test: check ## Check, then test on one server of each kind with coverage: what CI runs, under twelve minutes.
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -n auto --dist worksteal
 	$(BIN)/coverage combine --quiet

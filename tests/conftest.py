@@ -5,6 +5,55 @@ from __future__ import annotations
 import coverage
 import pytest
 
+from .worlds import REDIS_URLS, TIERS, is_proof, is_quick
+
+_LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run choose its tier."""
+    parser.addoption(
+        "--tier",
+        choices=TIERS,
+        default="test",
+        help="how much to run: `quick`, `test` (the default) or `prove`, which is everything",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make prove` alone runs, and leave out what is not of this tier.
+
+    A test that is named by its id is run in every tier, and ``-m prove`` finds every test with that mark.
+    """
+    for item in items:
+        if is_proof(item):
+            item.add_marker(pytest.mark.prove)
+    tier = config.getoption("--tier")
+    if tier == "prove" or "prove" in config.getoption("markexpr"):
+        return
+    named = tuple(argument for argument in config.args if "::" in argument)
+    chosen, rest = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        is_chosen = is_quick(item) if tier == "quick" else not is_proof(item)
+        (chosen if is_chosen or item.nodeid.startswith(named) else rest).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=rest)
+    config.stash[_LEFT_OUT] = len(rest)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    """Say how many tests the tier leaves out, so that a folder of proofs does not look empty."""
+    count = config.stash.get(_LEFT_OUT, 0)
+    tier = config.getoption("--tier")
+    return f"tier {tier}: {count} tests left out; --tier prove runs all" if count else None
+
+
+@pytest.fixture(params=REDIS_URLS)
+def redis_like_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty database that is this test's own, on each server that speaks like Redis."""
+    return str(request.getfixturevalue(request.param))
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:

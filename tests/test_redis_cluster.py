@@ -36,6 +36,8 @@ from postroom.testing.plugin import skip_or_fail
 from postroom.testing.servers import RedisServer, ServerMissingError
 from postroom.testing.waiting import until
 
+from .worlds import REDIS_CLUSTERS
+
 # The library's own types name neither all commands nor what they answer.
 Foreign = Any
 Kind: TypeAlias = type[RedisStore] | type[RedisStreamStore]
@@ -56,7 +58,7 @@ def terms() -> ClaimTerms:
     return ClaimTerms(worker=uuid4())
 
 
-@pytest.fixture(params=["redis_cluster", "valkey_cluster"], ids=["redis", "valkey"])
+@pytest.fixture(params=REDIS_CLUSTERS)
 def node(request: pytest.FixtureRequest) -> RedisClient:
     """One server of the cluster of this run, whose keys are everybody's."""
     return cast("RedisClient", request.getfixturevalue(request.param))

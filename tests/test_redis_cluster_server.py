@@ -22,8 +22,10 @@ from postroom.testing.processes import is_gone
 from postroom.testing.programs import REDIS, VALKEY, ServerError, ServerMissingError
 from postroom.testing.servers import RedisServer, ValkeyServer
 
-CLUSTERS = [RedisCluster, ValkeyCluster]
-PAIRS = [RedisReplicated, ValkeyReplicated]
+from .worlds import REDIS_CLUSTERS, proof
+
+CLUSTERS = [RedisCluster, proof(ValkeyCluster)]
+PAIRS = [RedisReplicated, proof(ValkeyReplicated)]
 SLOTS = 16_384
 
 
@@ -251,7 +253,7 @@ class Half(ValkeyReplicated):
         return [self.first, ValkeyServer(settings={"appendfsync": "sometimes"})]
 
 
-@pytest.mark.parametrize("fixture", ["redis_cluster", "valkey_cluster"])
+@pytest.mark.parametrize("fixture", REDIS_CLUSTERS)
 def test_the_shared_cluster_serves_all_slots(request: pytest.FixtureRequest, fixture: str) -> None:
     client = cast("RedisClient", request.getfixturevalue(fixture))
 

@@ -27,6 +27,8 @@ from postroom.testing.programs import ServerMissingError
 from postroom.testing.servers import RedisServer, ValkeyServer
 from postroom.testing.waiting import until
 
+from .worlds import REDIS_CLUSTERS, proof
+
 PREFIX = "postroom_outbox:{shop}"
 SHORT = timedelta(milliseconds=200)
 #: What a disk may take that has much else to do.
@@ -58,7 +60,7 @@ async def connect() -> AsyncIterator[Connect]:
         await client.foreign.aclose()
 
 
-@pytest.fixture(scope="module", params=[RedisReplicated, ValkeyReplicated], ids=["redis", "valkey"])
+@pytest.fixture(scope="module", params=[RedisReplicated, proof(ValkeyReplicated)], ids=["redis", "valkey"])
 def started(request: pytest.FixtureRequest) -> Iterator[RedisReplicated]:
     try:
         with cast("type[RedisReplicated]", request.param)() as pair:
@@ -503,7 +505,7 @@ class TestConfirmation:
 
 
 class TestInACluster:
-    @pytest.mark.parametrize("kind", ["redis_cluster", "valkey_cluster"], ids=["redis", "valkey"])
+    @pytest.mark.parametrize("kind", REDIS_CLUSTERS)
     async def test_the_server_that_has_the_keys_is_asked(
         self, request: pytest.FixtureRequest, kind: str, connect: Connect
     ) -> None:

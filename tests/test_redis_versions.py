@@ -27,6 +27,8 @@ from postroom.testing.redis60 import Redis60
 from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
 
+from .worlds import REDIS_SERVERS
+
 # The library's own types name neither all commands nor what they answer.
 Foreign = Any
 
@@ -143,7 +145,7 @@ def test_a_transaction_takes_nothing_that_redis_6_does_not_know(command: str) ->
 # -- what 6.0 knows ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fixture", ["redis_server", "valkey_server"])
+@pytest.mark.parametrize("fixture", REDIS_SERVERS)
 def test_servers_agree_on_what_was_there_in_6(request: pytest.FixtureRequest, fixture: str) -> None:
     """S0-04: the list is not from memory."""
     told = pairs(cast("RedisClient", request.getfixturevalue(fixture)).ask("COMMAND", "DOCS"))
@@ -235,7 +237,7 @@ def test_what_redis_6_knows_is_not_refused(command: str) -> None:
 # -- the proxy -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["redis_server", "valkey_server"])
+@pytest.fixture(scope="module", params=REDIS_SERVERS)
 def old(request: pytest.FixtureRequest) -> Iterator[Redis60]:
     server = cast("RedisClient", request.getfixturevalue(request.param))
     with Redis60(server.dsn) as old:

@@ -23,6 +23,7 @@ pytest.register_assert_rewrite("postroom.testing.contracts", "postroom.testing.m
 from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, SQLStore  # noqa: E402
 from postroom.testing.clients import MariaDBClient, PostgresClient, RedisClient, SqlClient  # noqa: E402
 from postroom.testing.contracts import StoredRow, StoreHarness  # noqa: E402
+from tests.worlds import REDIS_PLACES  # noqa: E402
 
 from .in_redis import RedisHarness  # noqa: E402
 from .in_redis_stream import RedisStreamHarness  # noqa: E402
@@ -376,7 +377,7 @@ def valkey_cluster_url(valkey_cluster: RedisClient) -> str:
     return in_cluster(valkey_cluster)
 
 
-@pytest.fixture(params=["redis_url", "valkey_url", "redis_cluster_url", "valkey_cluster_url"])
+@pytest.fixture(params=REDIS_PLACES)
 def redis_place(request: pytest.FixtureRequest) -> str:
     """Everything that a store in Redis may be kept in."""
     return str(request.getfixturevalue(request.param))

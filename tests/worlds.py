@@ -1,0 +1,89 @@
+"""The databases, drivers and servers that the tests run on, and which tier of tests runs on which of them.
+
+A parametrisation over databases, drivers or servers takes its list from here. Values wrapped in `proof` run in
+`make prove` only: another value of the same list holds the same promise on code that is nearly the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import pytest
+
+__all__ = [
+    "CHAOS_STORES",
+    "DATABASES",
+    "REDIS_CLUSTERS",
+    "REDIS_PLACES",
+    "REDIS_SERVERS",
+    "REDIS_URLS",
+    "TIERS",
+    "Tier",
+    "is_proof",
+    "is_quick",
+    "proof",
+]
+
+#: Each tier runs everything that the one before it runs.
+Tier: TypeAlias = Literal["quick", "test", "prove"]
+TIERS: Final[Sequence[Tier]] = ("quick", "test", "prove")
+
+
+def proof(*values: object, **options: Any) -> Any:  # noqa: ANN401 -- pytest does not export the class
+    """Return a parameter whose tests run in `make prove` only."""
+    return pytest.param(*values, marks=pytest.mark.prove, **options)
+
+
+DATABASES: Final = ("sqlite", "postgres", "mariadb")
+
+# Redis is what most users run. Valkey speaks the same protocol and runs the same scripts.
+REDIS_SERVERS: Final = ("redis_server", proof("valkey_server"))
+REDIS_URLS: Final = (pytest.param("redis_url", id="redis"), proof("valkey_url", id="valkey"))
+REDIS_CLUSTERS: Final = (pytest.param("redis_cluster", id="redis"), proof("valkey_cluster", id="valkey"))
+#: Fixtures of everything that a store in Redis may be kept in.
+REDIS_PLACES: Final = ("redis_url", *map(proof, ("valkey_url", "redis_cluster_url", "valkey_cluster_url")))
+
+#: One store of each family stands for the others, whose faults are the same.
+CHAOS_STORES: Final = ("postgres", "redis", *map(proof, ("mariadb", "sqlite", "redis-stream")))
+
+#: Folders and files that run in `make prove` only: the same tests as elsewhere, on servers that know less.
+_PROOFS: Final = ("tests/redis60/",)
+#: What starts many processes or foreign tools. `make quick` leaves it out.
+_SLOW: Final = (
+    "tests/chaos/",
+    "tests/crash/",
+    "tests/typing/",
+    "tests/test_bench.py",
+    "tests/test_cancelling",
+    "tests/test_demo.py",
+    "tests/test_examples.py",
+    "tests/test_plugin.py",
+    "tests/test_servers.py",
+    "tests/test_variants.py",
+)
+#: What a fixture or a parameter is called that needs a server.
+_SERVED: Final = re.compile(r"postgres|mariadb|mysql|redis|valkey|asyncpg|psycopg|asyncmy|private_", re.IGNORECASE)
+#: The one server of `make quick`.
+_QUICK_SERVED: Final = "tests/contracts/test_stores.py::TestPostgresStoreOverAsyncpg::"
+
+
+def is_proof(item: pytest.Item) -> bool:
+    """Return whether a test runs in `make prove` only."""
+    return item.nodeid.startswith(_PROOFS) or item.get_closest_marker("prove") is not None
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Return whether a test runs in `make quick`."""
+    if is_proof(item) or item.nodeid.startswith(_SLOW):
+        return False
+    return item.nodeid.startswith(_QUICK_SERVED) or not any(map(_SERVED.search, _needs(item)))
+
+
+def _needs(item: pytest.Item) -> Iterable[str]:
+    """Return the names by which servers are known: of fixtures, and of parameters, which may name a fixture."""
+    yield from getattr(item, "fixturenames", ())
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None:
+        yield callspec.id
