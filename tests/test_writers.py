@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sqlite3
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -280,6 +281,19 @@ def sqlite_async(level: str | None, change: Callable[[Any], None] = lambda _: No
     return opened
 
 
+def sqlite_by_mode(connect: Callable[..., Any]) -> Opener:
+    """Return how to open connections whose ``autocommit`` says what begins a transaction: Python 3.12 and later."""
+
+    async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        connection = await awaited(connect(databases.sqlite, autocommit=autocommit))
+        try:
+            yield link_to(connection, Link)
+        finally:
+            await awaited(connection.close())
+
+    return opened
+
+
 def mysql_sync(**options: Any) -> Opener:  # noqa: ANN401
     async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
         explicit = options.get("autocommit", False)
@@ -409,6 +423,11 @@ LIBRARIES: Sequence[Library] = (
     Library("aiosqlite", LITE, sqlite_async("")),
     Library("aiosqlite-begin", LITE, sqlite_async(None)),
     Library("aiosqlite-bytes", LITE, sqlite_async("", bytes_rows)),
+    *(
+        Library(name, LITE, sqlite_by_mode(connect))
+        for name, connect in (("sqlite3-mode", sqlite3.connect), ("aiosqlite-mode", aiosqlite.connect))
+        if sys.version_info >= (3, 12)
+    ),
     Library("pymysql", MY, mysql_sync()),
     Library("pymysql-begin", MY, mysql_sync(autocommit=True)),
     Library("pymysql-dict-rows", MY, mysql_sync(cursorclass=pymysql.cursors.DictCursor)),

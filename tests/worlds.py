@@ -50,7 +50,7 @@ CHAOS_STORES: Final = ("postgres", "redis", *map(proof, ("mariadb", "sqlite", "r
 
 #: Folders and files that run in `make prove` only: the same tests as elsewhere, on servers that know less.
 _PROOFS: Final = ("tests/redis60/",)
-#: What starts many processes or foreign tools. `make quick` leaves it out.
+#: What starts many processes or foreign tools, or is about Redis. `make quick` leaves it out.
 _SLOW: Final = (
     "tests/chaos/",
     "tests/crash/",
@@ -60,6 +60,7 @@ _SLOW: Final = (
     "tests/test_demo.py",
     "tests/test_examples.py",
     "tests/test_plugin.py",
+    "tests/test_redis_",
     "tests/test_servers.py",
     "tests/test_variants.py",
 )
