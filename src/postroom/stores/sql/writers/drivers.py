@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ....errors import NotInTransactionError, TransactionAbortedError
 from ..statement import ParamStyle, Result, Row, Statement
-from ..writer import AsyncWriter, Connection, SyncWriter, to_its_end
+from ..writer import AsyncWriter, Connection, SyncWriter, Task, to_its_end
 
 __all__ = ["Aiosqlite", "Asyncmy", "Asyncpg", "Psycopg", "PsycopgAsync", "PyMySQL", "SQLite3"]
+
+T = TypeVar("T")
 
 
 class Asyncpg(AsyncWriter):
@@ -67,10 +69,14 @@ class PsycopgAsync(AsyncWriter):
         return sys.modules["psycopg"].AsyncCursor(connection, row_factory=sys.modules["psycopg.rows"].tuple_row)
 
 
-def _require_sqlite_transaction(connection: Connection) -> None:
-    # Since 3.12 `autocommit` tells; before, and in its legacy mode, an isolation level makes writes begin one.
-    autocommit = getattr(getattr(connection, "_conn", connection), "autocommit", -1)
-    begins = connection.isolation_level is not None if autocommit not in {True, False} else not autocommit
+def _sqlite_mode(connection: Connection) -> int:
+    """Return ``autocommit`` of a connection, which there is since Python 3.12; -1 stands for the legacy mode."""
+    return int(getattr(connection, "autocommit", -1))
+
+
+def _require_sqlite_transaction(connection: Connection, mode: int) -> None:
+    # In the legacy mode an isolation level makes the first write begin a transaction.
+    begins = connection.isolation_level is not None if mode == -1 else not mode
     if not connection.in_transaction and not begins:
         raise NotInTransactionError("run `BEGIN IMMEDIATE` first")
 
@@ -82,7 +88,7 @@ class SQLite3(SyncWriter):
     dialect = "sqlite"
 
     def require_transaction(self, connection: Connection) -> None:
-        _require_sqlite_transaction(connection)
+        _require_sqlite_transaction(connection, _sqlite_mode(connection))
 
     def execute(self, connection: Connection, statement: Statement) -> Result:
         found = super().execute(connection, statement)
@@ -100,8 +106,15 @@ class Aiosqlite(AsyncWriter):
     style: ClassVar[ParamStyle] = "qmark"
     dialect = "sqlite"
 
+    async def perform(self, connection: Connection, task: Task[T]) -> T:
+        if not (task.outside_transaction or connection.in_transaction):
+            # Only the connection's own thread may ask for its mode.
+            mode = await connection._execute(_sqlite_mode, connection._conn)  # noqa: SLF001
+            _require_sqlite_transaction(connection, mode)
+        return await super().perform(connection, task)
+
     def require_transaction(self, connection: Connection) -> None:
-        _require_sqlite_transaction(connection)
+        """Do nothing: `perform` has checked, because the check has to be awaited."""
 
     async def execute(self, connection: Connection, statement: Statement) -> Result:
         return await to_its_end(self._execute(connection, statement))
