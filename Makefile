@@ -9,6 +9,15 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # It looks at the packages of the first python on the PATH, whatever else it is told.
 PYRIGHT := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright
 PINNED := -c constraints.txt --build-constraint constraints.txt
+# Percent of the lines and branches that the tests of a tier must reach.
+FLOOR_test := 96
+FLOOR_prove := 96
+define covered
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --tier $(1) -n auto --dist worksteal
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --fail-under=$(FLOOR_$(1))
+endef
 
 # `make demo SECONDS=10`. Some shells treat a variable of that name as a clock: keep it out of recipes.
 SECONDS ?=
@@ -46,10 +55,15 @@ quick: setup ## Test the kernel, the stores in memory and SQLite, and the contra
 
 .PHONY: test
 test: check ## Check, then test on one server of each kind with coverage: what CI runs, under twelve minutes.
-	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n auto --dist worksteal
-	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report
+	$(call covered,test)
+
+.PHONY: prove
+prove: setup ## Prove everything, on every server and Python there is: under 75 minutes; ONLY=postgres-13,python a part.
+	ONLY=$(ONLY) $(BIN)/python -m scripts.prove
+
+.PHONY: prove-tests
+prove-tests: setup
+	$(call covered,prove)
 
 .PHONY: chaos
 chaos: setup ## Break things under load and check every promise; SECONDS=60 STORE=postgres SEED=1 say how.
@@ -84,7 +98,7 @@ constraints.txt-anew:
 
 .PHONY: clean
 clean: ## Remove everything that can be made again.
-	rm -rf $(VENV) $(VENV)-constraints build dist htmlcov .coverage .coverage.* \
+	rm -rf $(VENV) $(VENV)-* .servers build dist htmlcov .coverage .coverage.* \
 		.hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
