@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from .clients import MariaDBClient, PostgresClient, RedisClient, ValkeyClient
 from .programs import MARIADB, POSTGRES, REDIS, VALKEY, Programs, ServerError, ServerMissingError
@@ -21,6 +23,8 @@ __all__ = [
     "SqlServer",
     "ValkeyServer",
 ]
+
+_SHUTDOWN_SETTINGS_SINCE: Final = 7
 
 
 class PostgresServer(SqlServer):
@@ -121,6 +125,7 @@ class RedisServer(Server):
         """Do nothing: the server makes its own files."""
 
     def _command(self, program: Path, home: Path) -> Sequence[str | Path]:
+        server = self._named(program, home)
         settings = {
             "bind": LOOPBACK,
             "port": str(self.port),
@@ -130,12 +135,20 @@ class RedisServer(Server):
             "appendonly": "yes",
             "appendfsync": "always",
             "maxmemory-policy": "noeviction",
-            # Otherwise it stays when it is told to end while it writes its first log, as a replica does.
-            "shutdown-on-sigterm": "force",
+            **self._since_7(server),
             **self._settings,
         }
         pairs = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        return [self._named(program, home), *pairs]
+        return [server, *pairs]
+
+    def _since_7(self, server: Path) -> Mapping[str, str]:
+        """Return the settings that Redis 6 does not know."""
+        said = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
+        major = re.search(r"v=(\d+)", said)
+        if major is None or int(major[1]) < _SHUTDOWN_SETTINGS_SINCE:
+            return {}
+        # Otherwise it stays when it is told to end while it writes its first log, as a replica does.
+        return {"shutdown-on-sigterm": "force"}
 
     def _named(self, program: Path, home: Path) -> Path:
         link = home / self.names[0]
