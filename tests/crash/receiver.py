@@ -20,10 +20,9 @@ from postroom.stores import SQLStore, open_url
 from postroom.testing import failpoints
 from postroom.testing.failpoints import Action, Failpoints
 from postroom.testing.taps import TappedDeadLetters, TappedHandlers, TappedPool, TappedSubscriber
-from postroom.transaction import transactions_of
 
 from .post import Reader
-from .worker import Arm, Faults, Journal, Orders, proxied
+from .worker import Arm, Faults, Journal, Orders, commit_once, proxied
 
 __all__ = ["POISON", "QUIET", "consume"]
 
@@ -185,8 +184,7 @@ async def consume(orders: Orders, journal: Journal, worker: UUID) -> None:
                 listener=journal.listen,
             )
             if not orders.is_cold:
-                async with transactions_of(pool).begin():
-                    pass  # the first commit of a process may be another one than all that follow
+                await commit_once(pool)
             ReceivingFaults(orders, points, proxy, worker).arm(journal)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, consumer.stop_soon)
             try:

@@ -30,6 +30,7 @@ from postroom.testing import failpoints
 from postroom.testing.failpoints import Action, Failpoints
 from postroom.testing.faults import FaultProxy
 from postroom.testing.taps import TappedOutbox, TappedPublisher, TappedStore, tapped_send
+from postroom.transaction import transactions_of
 
 __all__ = ["Arm", "Faults", "Journal", "Orders", "main", "proxied"]
 
@@ -313,10 +314,17 @@ async def is_stored(pool: Any, identity: UUID) -> bool:  # noqa: ANN401
         return bool(await connection.fetchval(f"{text}'{identity}'"))
 
 
+async def commit_once(pool: Any) -> None:  # noqa: ANN401
+    """Commit a transaction: the first one of a process may go another way than all that follow."""
+    async with transactions_of(pool).begin():
+        pass
+
+
 async def produce(orders: Orders, journal: Journal, worker: UUID) -> None:
     """Store two messages with their business rows; after an unknown COMMIT look before doing it again."""
     points = Failpoints()
     async with proxied(orders) as (url, proxy), pool_on(url) as pool:
+        await commit_once(pool)
         Faults(orders, points, proxy, worker).arm(journal)
         outbox = TappedOutbox(Outbox(namespace=orders.namespace), points)
         try:
