@@ -115,10 +115,12 @@ class Producing:
     heard: str | None
     #: What the caller finds when it looks after an unknown COMMIT.
     found: bool | None = None
+    #: Whether the transaction is the first one of its process.
+    is_cold: bool = False
 
     @property
     def name(self) -> str:
-        return _name("3.1", self.row, self.arms)
+        return _name("3.1", self.row, self.arms) + (", cold" if self.is_cold else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

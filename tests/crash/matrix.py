@@ -80,6 +80,8 @@ class _Run:
     @contextmanager
     def worker(self, name: str, ids: Sequence[UUID], arms: Sequence[Arm]) -> Iterator[Worker]:
         case, more = self._case, dict[str, Any]()
+        if isinstance(case, Producing):
+            more = {"is_cold": case.is_cold}
         if isinstance(case, Dispatching):
             names = ("each", "keep", "lease", "publish_timeout", "cleanup_interval", "max_attempts", "on_dead")
             more = {name: getattr(case, name) for name in names}

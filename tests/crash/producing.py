@@ -39,8 +39,34 @@ PRODUCING: Final[Sequence[Producing]] = (
         for point, nth in (("add.after", 2), ("commit.before", 1))
     ],
     Producing(row="c-e", arms=[Arm("add.before", "cut", 2)], stores=WIRED, stored=False, heard="something"),
-    Producing(row="c-e", arms=[Arm("add.after", "cut", 2)], stores=POSTGRES, stored=False, heard="something"),
-    Producing(row="f, not applied", arms=[Arm("commit.before", "cut")], stores=WIRED, stored=False, heard="something"),
+    *[
+        # COMMIT is all that is left to send, and whether it arrived is not known where the connection is lost.
+        Producing(
+            row="f, not applied, which the caller cannot know",
+            arms=[Arm(point, "cut", nth)],
+            stores=POSTGRES,
+            stored=True,  # by the second try
+            heard="CommitUnknownError",
+            found=False,
+        )
+        for point, nth in (("add.after", 2), ("commit.before", 1))
+    ],
+    *[
+        # The first COMMIT of a process follows a probe, which finds the loss before anything is unknown.
+        Producing(
+            row="f, not applied",
+            arms=[Arm(point, "cut", nth)],
+            stores=POSTGRES,
+            stored=False,
+            heard="something",
+            is_cold=True,
+        )
+        for point, nth in (("add.after", 2), ("commit.before", 1))
+    ],
+    # MariaDB is told to release a savepoint before COMMIT, which finds the loss as well.
+    Producing(
+        row="f, not applied", arms=[Arm("commit.before", "cut")], stores=("mariadb",), stored=False, heard="something"
+    ),
     Producing(
         row="f, not applied, which the caller cannot know",
         arms=[Arm("commit.before", "lose_request", 1, "COMMIT")],

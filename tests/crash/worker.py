@@ -72,15 +72,15 @@ class Orders:
     cleanup_interval: float = 60
     max_attempts: int = 5
     on_dead: str = "block"
+    #: Whether the transaction that is hit is the first one of its process.
+    is_cold: bool = False
     #: For consumers: where their broker is, which file must be there before they take anything, how their inbox works,
-    #: how long a handler may take, whether nobody waits long for a lock, and whether their first transaction is that of
-    #: a message.
+    #: how long a handler may take, and whether its session gives up waiting for a lock soon.
     post: str = ""
     takes_after: str = ""
     mode: Mode = "pessimistic"
     handle_timeout: float = 30
     is_impatient: bool = False
-    is_cold: bool = False
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -324,7 +324,8 @@ async def produce(orders: Orders, journal: Journal, worker: UUID) -> None:
     """Store two messages with their business rows; after an unknown COMMIT look before doing it again."""
     points = Failpoints()
     async with proxied(orders) as (url, proxy), pool_on(url) as pool:
-        await commit_once(pool)
+        if not orders.is_cold:
+            await commit_once(pool)
         Faults(orders, points, proxy, worker).arm(journal)
         outbox = TappedOutbox(Outbox(namespace=orders.namespace), points)
         try:
