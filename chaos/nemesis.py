@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final
 
 from postroom.testing.faults import FaultProxy
@@ -17,11 +18,14 @@ from postroom.testing.servers import Server
 
 from .crew import Crew
 from .history import History
+from .key_outages import KEY_CLASSES, KeyOutage
 
 __all__ = ["DAY", "Fault", "Nemesis", "plan"]
 
 DAY: Final = 86_400.0
 _LEASE: Final = 2.0
+#: How many bytes in a second pass through a narrow network, about.
+_NARROW: Final = 2_000_000
 
 #: For each kind of fault how often it is chosen, and how long it lasts.
 _Menu = Mapping[str, tuple[float, float, float]]
@@ -51,6 +55,7 @@ _NETWORK: Final[_Menu] = {
     "one-way black hole": (2, 0.3, 4.0),
     "refuse": (1, 0.2, 2.0),
     "latency": (1, 0.5, 3.0),
+    "narrow": (1, 1.0, 4.0),
     "lost reply": (4, 1.0, 3.0),
 }
 #: The way to the broker; what is lost there is an acknowledgement, a message or a request for one.
@@ -61,6 +66,8 @@ _LINK: Final[_Menu] = {
     "refuse link": (1, 0.2, 2.0),
     "latency link": (1, 0.5, 3.0),
 }
+#: What the publishers of all dispatchers meet with some keys, while the others go through.
+_KEYS: Final[_Menu] = {"key outage": (3, 0.5, 4.0), "key hang": (1, 0.5, 2.0)}
 _LOCK: Final[_Menu] = {"hold lock": (1, 0.2, 4.0)}
 
 
@@ -103,7 +110,10 @@ def plan(seed: int, seconds: float, store: str, workers: Sequence[str]) -> list[
 
 def _lanes(store: str, workers: Sequence[str]) -> list[tuple[str, _Menu, float, float]]:
     """Return who can be hit by what, and how much time passes between two faults."""
-    lanes: list[tuple[str, _Menu, float, float]] = [("receiver", _RECEIVER, 5.0, 14.0)]
+    lanes: list[tuple[str, _Menu, float, float]] = [
+        ("receiver", _RECEIVER, 5.0, 14.0),
+        ("keys", _KEYS, 1.0, 5.0),
+    ]
     for worker in workers:
         lanes.append((worker, *_OWN[worker[0]]))
         if store != "sqlite":
@@ -125,12 +135,14 @@ class Nemesis:
         crew: Crew,
         history: History,
         *,
+        folder: Path,
         proxies: Mapping[str, FaultProxy],
         database: Server | str,
     ) -> None:
         self._faults = faults
         self._crew = crew
         self._history = history
+        self._folder = folder
         self._proxies = proxies
         self._database = database
         self._deadline = 0.0
@@ -156,6 +168,8 @@ class Nemesis:
         verb, _, _ = fault.kind.partition(" ")
         if fault.victim.endswith((" network", " link")):
             return self._disturb(self._proxies[fault.victim], fault)
+        if fault.victim == "keys":
+            return self._shut_out(fault)
         if fault.victim == "database":
             return asyncio.to_thread(self._hold_lock, fault.length)
         if fault.victim == "server":
@@ -166,6 +180,13 @@ class Nemesis:
             "skew": lambda one: self._crew.kill(one.victim, skew=(one.luck * 2 - 1) * DAY),
         }
         return by_verb[verb](fault)
+
+    async def _shut_out(self, fault: Fault) -> None:
+        """Have publishers fail with some of the keys."""
+        outage = KeyOutage(int(fault.luck * KEY_CLASSES), hangs=fault.kind == "key hang")
+        outage.write(self._folder)
+        await asyncio.sleep(fault.length)
+        outage.end(self._folder)
 
     async def _hit_server(self, verb: str, length: float) -> None:
         server = self._database
@@ -194,6 +215,8 @@ class Nemesis:
                 proxy.cut()
             case "latency":
                 proxy.latency = timedelta(milliseconds=5 + 100 * fault.luck)
+            case "narrow":
+                proxy.bandwidth = int(_NARROW * (0.5 + fault.luck))
             case _:
                 self._lose_reply(proxy, fault)
         await asyncio.sleep(fault.length)

@@ -128,7 +128,7 @@ async def _phases(
         for name in ("receiver", *_WORKERS):
             crew.hire(_setting(options, name, truth.url, proxies))
         database = truth.url.removeprefix("sqlite:///") if server is None else server
-        nemesis = Nemesis(faults, crew, history, proxies=proxies, database=database)
+        nemesis = Nemesis(faults, crew, history, folder=Path(options.folder), proxies=proxies, database=database)
         async with asyncio.timeout(120):
             await crew.assemble()
         async with asyncio.timeout(options.seconds + 120):
