@@ -94,7 +94,7 @@ $(VENV)/.runtime: $(VENV)/.pip pyproject.toml
 	$(PIP_INSTALL) -e .[cli] $(PINNED)
 	@touch $@
 
-$(VENV)/.full: $(VENV)/.pip pyproject.toml scripts/setup-servers
+$(VENV)/.full: $(VENV)/.pip pyproject.toml scripts/setup-servers scripts/setup-pgbouncer
 	$(PIP_INSTALL) $(EVERYTHING) $(PINNED)
 	scripts/setup-servers
 	@touch $(VENV)/.runtime $@
