@@ -13,7 +13,7 @@ PINNED := -c constraints.txt --build-constraint constraints.txt
 # `make demo SECONDS=10`. Some shells treat a variable of that name as a clock: keep it out of recipes.
 SECONDS ?=
 unexport SECONDS
-# `make chaos STORE=redis SEED=1`: which database, and which faults; others are mariadb, sqlite and redis-stream.
+# `make chaos STORE=redis SEED=1`: which database, and which faults; others are pgbouncer, mariadb, sqlite and redis-stream.
 STORE ?= postgres
 SEED ?=
 

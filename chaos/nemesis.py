@@ -20,9 +20,11 @@ from .crew import Crew
 from .history import History
 from .key_outages import KEY_CLASSES, KeyOutage
 
-__all__ = ["DAY", "Fault", "Nemesis", "plan"]
+__all__ = ["DAY", "SQLITE_FILE", "Fault", "Nemesis", "plan"]
 
 DAY: Final = 86_400.0
+#: The database of a run on SQLite, in the folder of its evidence.
+SQLITE_FILE: Final = "chaos.sqlite3"
 _LEASE: Final = 2.0
 #: How many bytes in a second pass through a narrow network, about.
 _NARROW: Final = 2_000_000
@@ -48,6 +50,7 @@ _CONSUMER: Final[_Menu] = {
     "skew consumer": (1, 0.0, 0.0),
 }
 _SERVER: Final[_Menu] = {"kill server": (3, 0.0, 1.0), "pause server": (2, 0.3, 2.5)}
+_POOLER: Final[_Menu] = {"kill pooler": (2, 0.0, 1.0), "pause pooler": (1, 0.3, 2.5)}
 _RECEIVER: Final[_Menu] = {"kill receiver": (1, 0.1, 2.0), "pause receiver": (1, 0.2, 2.0)}
 _NETWORK: Final[_Menu] = {
     "cut": (2, 0.0, 0.0),
@@ -122,6 +125,8 @@ def _lanes(store: str, workers: Sequence[str]) -> list[tuple[str, _Menu, float, 
             lanes.append((f"{worker} network", _NETWORK, shortest, longest))
         if worker.startswith("c"):
             lanes.append((f"{worker} link", _LINK, 4.0, 12.0))
+    if store == "pgbouncer":
+        lanes.append(("pooler", _POOLER, 6.0, 15.0))
     lanes.append(("database", _LOCK, 3.0, 8.0) if store == "sqlite" else ("server", _SERVER, 8.0, 18.0))
     return lanes
 
@@ -137,14 +142,15 @@ class Nemesis:
         *,
         folder: Path,
         proxies: Mapping[str, FaultProxy],
-        database: Server | str,
+        servers: Mapping[str, Server],
     ) -> None:
+        """Set up a nemesis; ``servers`` are known by what faults call them."""
         self._faults = faults
         self._crew = crew
         self._history = history
         self._folder = folder
         self._proxies = proxies
-        self._database = database
+        self._servers = servers
         self._deadline = 0.0
 
     async def rage(self, seconds: float) -> None:
@@ -172,8 +178,8 @@ class Nemesis:
             return self._shut_out(fault)
         if fault.victim == "database":
             return asyncio.to_thread(self._hold_lock, fault.length)
-        if fault.victim == "server":
-            return self._hit_server(verb, fault.length)
+        if fault.victim in self._servers:
+            return self._hit_server(self._servers[fault.victim], verb, fault.length)
         by_verb: dict[str, Callable[[Fault], Awaitable[None]]] = {
             "kill": lambda one: self._crew.kill(one.victim, down=one.length),
             "pause": lambda one: self._crew.pause(one.victim, one.length),
@@ -188,16 +194,14 @@ class Nemesis:
         await asyncio.sleep(fault.length)
         outage.end(self._folder)
 
-    async def _hit_server(self, verb: str, length: float) -> None:
-        server = self._database
-        if isinstance(server, str):
-            return
+    @staticmethod
+    async def _hit_server(server: Server, verb: str, length: float) -> None:
         await asyncio.to_thread(server.kill9 if verb == "kill" else server.pause)
         await asyncio.sleep(length)
         await asyncio.to_thread(server.start if verb == "kill" else server.resume)
 
     def _hold_lock(self, length: float) -> None:
-        with contextlib.closing(sqlite3.connect(str(self._database), timeout=10)) as connection:
+        with contextlib.closing(sqlite3.connect(self._folder / SQLITE_FILE, timeout=10)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             time.sleep(length)
             connection.rollback()
