@@ -22,7 +22,7 @@ endef
 # `make demo SECONDS=10`. Some shells treat a variable of that name as a clock: keep it out of recipes.
 SECONDS ?=
 unexport SECONDS
-# `make chaos STORE=redis SEED=1`: which database, and which faults; others are mariadb, sqlite and redis-stream.
+# `make chaos STORE=redis SEED=1`: which database, and which faults; others are pgbouncer, mariadb, sqlite and redis-stream.
 STORE ?= postgres
 SEED ?=
 
@@ -112,7 +112,7 @@ $(VENV)/.runtime: $(VENV)/.pip pyproject.toml
 	$(PIP_INSTALL) -e .[cli] $(PINNED)
 	@touch $@
 
-$(VENV)/.full: $(VENV)/.pip pyproject.toml scripts/setup-servers
+$(VENV)/.full: $(VENV)/.pip pyproject.toml scripts/setup-servers scripts/setup-pgbouncer
 	$(PIP_INSTALL) $(EVERYTHING) $(PINNED)
 	scripts/setup-servers
 	@touch $(VENV)/.runtime $@

@@ -331,5 +331,10 @@ def truth_of(store: str, url: str) -> Truth:
         from .in_redis import RedisTruth, StreamTruth  # noqa: PLC0415 -- it needs the values of this module
 
         return RedisTruth(url) if store == "redis" else StreamTruth(url)
-    kinds: dict[str, type[Truth]] = {"postgres": PostgresTruth, "mariadb": MariaDBTruth, "sqlite": SQLiteTruth}
+    kinds: dict[str, type[Truth]] = {
+        "postgres": PostgresTruth,
+        "pgbouncer": PostgresTruth,
+        "mariadb": MariaDBTruth,
+        "sqlite": SQLiteTruth,
+    }
     return kinds[store](url)

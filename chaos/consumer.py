@@ -113,7 +113,7 @@ class Handler:
         if mishap == "stumble":
             with contextlib.suppress(Exception):  # as careless code does
                 await transaction.do(self._write, self._group, None, None, None)
-            if self._store == "postgres":
+            if self._store in {"postgres", "pgbouncer"}:
                 return None  # with nothing more to write, only COMMIT can tell that all of it is lost
         return output
 

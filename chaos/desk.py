@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Unpack
 from uuid import UUID
 
@@ -150,10 +151,12 @@ class RedisDesk(Desk):
 
 
 @contextlib.asynccontextmanager
-async def _postgres(url: str) -> AsyncIterator[Desk]:
+async def _postgres(url: str, *, cache: int = 100) -> AsyncIterator[Desk]:
     import asyncpg  # noqa: PLC0415 -- a process imports its own library alone: it is started often
 
-    async with asyncpg.create_pool(url, min_size=0, max_size=2, command_timeout=3, timeout=3) as pool:
+    async with asyncpg.create_pool(
+        url, min_size=0, max_size=2, command_timeout=3, timeout=3, statement_cache_size=cache
+    ) as pool:
         yield PostgresDesk(pool)
 
 
@@ -194,8 +197,9 @@ def _redis_stream(url: str) -> AbstractAsyncContextManager[Desk]:
 
 def desk_for(store: str, url: str) -> AbstractAsyncContextManager[Desk]:
     """Open what writes to a store; nothing is connected before the first transaction."""
-    openers = {
+    openers: dict[str, Callable[[str], AbstractAsyncContextManager[Desk]]] = {
         "postgres": _postgres,
+        "pgbouncer": partial(_postgres, cache=0),
         "mariadb": _mariadb,
         "sqlite": _sqlite,
         "redis": _redis,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import signal
 import threading
 from collections import Counter
@@ -16,26 +13,21 @@ from pathlib import Path
 from typing import Final, cast
 from uuid import UUID
 
-from postroom import Backoff, Dead, Delivered, Dispatcher, Message, Outcome, Retry
-from postroom.errors import BrokerUnavailableError, StoreError
+from postroom import Backoff, Dispatcher
+from postroom.errors import StoreError
 from postroom.events import BreakerOpened, Event, LeaseLost, MessagesDelivered, MessagesReleased
 from postroom.store import Claim, ClaimTerms, OnDead, Settlement, Stats, Store
 
 from .history import History
 from .stores import LEASE, delivering_store
+from .wire import PUBLISH_TIMEOUT, NamingWire, Wire
 from .worker import Setting, at_work
 
-__all__ = ["MAX_ATTEMPTS", "REFUSAL", "Recorded", "Wire", "main", "watch_vitals"]
+__all__ = ["MAX_ATTEMPTS", "Recorded", "main", "watch_vitals"]
 
 MAX_ATTEMPTS: Final = 8
-#: Stands in the settlement of a refused message, where the fault proxy can find it.
-REFUSAL: Final = "chaos-refusal"
-_PUBLISH_TIMEOUT: Final = timedelta(seconds=0.6)
-_OUTCOMES: Final[dict[str, Outcome]] = {
-    "delivered": Delivered(),
-    "refused": Retry(REFUSAL),
-    "rejected": Dead("chaos-rejection"),
-}
+#: Whose publisher names destinations; to those of the others a topic is one.
+_NAMING: Final = "d1"
 
 
 class Recorded:
@@ -97,6 +89,12 @@ class Recorded:
             self._history.write("sweep", "ok", count=dead)
         return dead
 
+    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
+        return await self._store.parked(after=after, limit=limit)
+
+    async def unpark(self, destination: str, limit: int) -> int:
+        return await self._store.unpark(destination, limit)
+
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         return await self._store.purge(older_than=older_than, limit=limit)
 
@@ -105,43 +103,6 @@ class Recorded:
 
     async def listen(self, wake: Callable[[], None]) -> None:
         await self._store.listen(wake)
-
-
-class Wire:
-    """A publisher that sends batches to the receiver and hears of each message by itself."""
-
-    def __init__(self, port: int, history: History) -> None:
-        self._port = port
-        self._history = history
-
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        payloads = [json.loads(message.payload) for message in messages]
-        if any(payload["kind"] == "killer" for payload in payloads):
-            self._history.write("fault", "ok", kind="killed by a message", victim="dispatcher", length=0.0)
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError as error:
-            self._tell(messages, ["outage"] * len(messages))
-            raise BrokerUnavailableError(str(error)) from error
-        words: list[str] = []
-        try:
-            # Before the dispatcher gives up: what was confirmed until then counts.
-            with contextlib.suppress(OSError):
-                async with asyncio.timeout(_PUBLISH_TIMEOUT.total_seconds() * 0.8):
-                    writer.writelines(_lines(messages, payloads))
-                    while len(words) < len(messages) and (word := await reader.readline()):
-                        words.append(word.decode().strip())
-        finally:
-            writer.transport.abort()
-        words += ["unknown"] * (len(messages) - len(words))
-        alive = {message.topic for message, word in zip(messages, words, strict=True) if word in _OUTCOMES}
-        self._tell(messages, [w if m.topic in alive else "silent" for m, w in zip(messages, words, strict=True)])
-        return [_OUTCOMES.get(word) for word in words]
-
-    def _tell(self, messages: Sequence[Message], words: Sequence[str]) -> None:
-        answers = [(str(m.id), m.token, word) for m, word in zip(messages, words, strict=True)]
-        self._history.write("publish", "ok", answers=answers)
 
 
 class Tally:
@@ -156,23 +117,6 @@ class Tally:
         self.counts[name] += event.count if isinstance(event, MessagesDelivered | MessagesReleased) else 1
         if isinstance(event, BreakerOpened | LeaseLost):
             self._history.write("event", "ok", name=name)
-
-
-def _lines(messages: Sequence[Message], payloads: Sequence[dict[str, object]]) -> list[bytes]:
-    lines = [
-        {
-            "id": str(m.id),
-            "topic": m.topic,
-            "key": m.key,
-            "token": m.token,
-            "attempt": m.attempt,
-            "event_type": m.type,
-            "payload": m.payload.decode(),
-            **payload,
-        }
-        for m, payload in zip(messages, payloads, strict=True)
-    ]
-    return [json.dumps(line).encode() + b"\n" for line in lines]
 
 
 def _named(claim: Claim) -> tuple[str, int]:
@@ -197,10 +141,10 @@ async def _run(setting: Setting) -> None:
     store = delivering_store(setting.store, setting.url)
     dispatcher = Dispatcher(
         Recorded(store, history),
-        Wire(setting.port, history),
+        (NamingWire if setting.name == _NAMING else Wire)(setting, history),
         batch=50,
         lease=LEASE,
-        publish_timeout=_PUBLISH_TIMEOUT,
+        publish_timeout=PUBLISH_TIMEOUT,
         poll_interval=LEASE / 20,
         sweep_interval=LEASE / 4,
         max_attempts=MAX_ATTEMPTS,

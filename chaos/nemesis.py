@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final
 
 from postroom.testing.faults import FaultProxy
@@ -17,11 +18,16 @@ from postroom.testing.servers import Server
 
 from .crew import Crew
 from .history import History
+from .key_outages import KEY_CLASSES, KeyOutage
 
-__all__ = ["DAY", "Fault", "Nemesis", "plan"]
+__all__ = ["DAY", "SQLITE_FILE", "Fault", "Nemesis", "plan"]
 
 DAY: Final = 86_400.0
+#: The database of a run on SQLite, in the folder of its evidence.
+SQLITE_FILE: Final = "chaos.sqlite3"
 _LEASE: Final = 2.0
+#: How many bytes in a second pass through a narrow network, about.
+_NARROW: Final = 2_000_000
 
 #: For each kind of fault how often it is chosen, and how long it lasts.
 _Menu = Mapping[str, tuple[float, float, float]]
@@ -44,6 +50,7 @@ _CONSUMER: Final[_Menu] = {
     "skew consumer": (1, 0.0, 0.0),
 }
 _SERVER: Final[_Menu] = {"kill server": (3, 0.0, 1.0), "pause server": (2, 0.3, 2.5)}
+_POOLER: Final[_Menu] = {"kill pooler": (2, 0.0, 1.0), "pause pooler": (1, 0.3, 2.5)}
 _RECEIVER: Final[_Menu] = {"kill receiver": (1, 0.1, 2.0), "pause receiver": (1, 0.2, 2.0)}
 _NETWORK: Final[_Menu] = {
     "cut": (2, 0.0, 0.0),
@@ -51,6 +58,7 @@ _NETWORK: Final[_Menu] = {
     "one-way black hole": (2, 0.3, 4.0),
     "refuse": (1, 0.2, 2.0),
     "latency": (1, 0.5, 3.0),
+    "narrow": (1, 1.0, 4.0),
     "lost reply": (4, 1.0, 3.0),
 }
 #: The way to the broker; what is lost there is an acknowledgement, a message or a request for one.
@@ -61,6 +69,8 @@ _LINK: Final[_Menu] = {
     "refuse link": (1, 0.2, 2.0),
     "latency link": (1, 0.5, 3.0),
 }
+#: What the publishers of all dispatchers meet with some keys, while the others go through.
+_KEYS: Final[_Menu] = {"key outage": (3, 0.5, 4.0), "key hang": (1, 0.5, 2.0)}
 _LOCK: Final[_Menu] = {"hold lock": (1, 0.2, 4.0)}
 
 
@@ -103,7 +113,10 @@ def plan(seed: int, seconds: float, store: str, workers: Sequence[str]) -> list[
 
 def _lanes(store: str, workers: Sequence[str]) -> list[tuple[str, _Menu, float, float]]:
     """Return who can be hit by what, and how much time passes between two faults."""
-    lanes: list[tuple[str, _Menu, float, float]] = [("receiver", _RECEIVER, 5.0, 14.0)]
+    lanes: list[tuple[str, _Menu, float, float]] = [
+        ("receiver", _RECEIVER, 5.0, 14.0),
+        ("keys", _KEYS, 1.0, 5.0),
+    ]
     for worker in workers:
         lanes.append((worker, *_OWN[worker[0]]))
         if store != "sqlite":
@@ -112,6 +125,8 @@ def _lanes(store: str, workers: Sequence[str]) -> list[tuple[str, _Menu, float, 
             lanes.append((f"{worker} network", _NETWORK, shortest, longest))
         if worker.startswith("c"):
             lanes.append((f"{worker} link", _LINK, 4.0, 12.0))
+    if store == "pgbouncer":
+        lanes.append(("pooler", _POOLER, 6.0, 15.0))
     lanes.append(("database", _LOCK, 3.0, 8.0) if store == "sqlite" else ("server", _SERVER, 8.0, 18.0))
     return lanes
 
@@ -125,14 +140,17 @@ class Nemesis:
         crew: Crew,
         history: History,
         *,
+        folder: Path,
         proxies: Mapping[str, FaultProxy],
-        database: Server | str,
+        servers: Mapping[str, Server],
     ) -> None:
+        """Set up a nemesis; ``servers`` are known by what faults call them."""
         self._faults = faults
         self._crew = crew
         self._history = history
+        self._folder = folder
         self._proxies = proxies
-        self._database = database
+        self._servers = servers
         self._deadline = 0.0
 
     async def rage(self, seconds: float) -> None:
@@ -156,10 +174,12 @@ class Nemesis:
         verb, _, _ = fault.kind.partition(" ")
         if fault.victim.endswith((" network", " link")):
             return self._disturb(self._proxies[fault.victim], fault)
+        if fault.victim == "keys":
+            return self._shut_out(fault)
         if fault.victim == "database":
             return asyncio.to_thread(self._hold_lock, fault.length)
-        if fault.victim == "server":
-            return self._hit_server(verb, fault.length)
+        if fault.victim in self._servers:
+            return self._hit_server(self._servers[fault.victim], verb, fault.length)
         by_verb: dict[str, Callable[[Fault], Awaitable[None]]] = {
             "kill": lambda one: self._crew.kill(one.victim, down=one.length),
             "pause": lambda one: self._crew.pause(one.victim, one.length),
@@ -167,16 +187,21 @@ class Nemesis:
         }
         return by_verb[verb](fault)
 
-    async def _hit_server(self, verb: str, length: float) -> None:
-        server = self._database
-        if isinstance(server, str):
-            return
+    async def _shut_out(self, fault: Fault) -> None:
+        """Have publishers fail with some of the keys."""
+        outage = KeyOutage(int(fault.luck * KEY_CLASSES), hangs=fault.kind == "key hang")
+        outage.write(self._folder)
+        await asyncio.sleep(fault.length)
+        outage.end(self._folder)
+
+    @staticmethod
+    async def _hit_server(server: Server, verb: str, length: float) -> None:
         await asyncio.to_thread(server.kill9 if verb == "kill" else server.pause)
         await asyncio.sleep(length)
         await asyncio.to_thread(server.start if verb == "kill" else server.resume)
 
     def _hold_lock(self, length: float) -> None:
-        with contextlib.closing(sqlite3.connect(str(self._database), timeout=10)) as connection:
+        with contextlib.closing(sqlite3.connect(self._folder / SQLITE_FILE, timeout=10)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             time.sleep(length)
             connection.rollback()
@@ -194,6 +219,8 @@ class Nemesis:
                 proxy.cut()
             case "latency":
                 proxy.latency = timedelta(milliseconds=5 + 100 * fault.luck)
+            case "narrow":
+                proxy.bandwidth = int(_NARROW * (0.5 + fault.luck))
             case _:
                 self._lose_reply(proxy, fault)
         await asyncio.sleep(fault.length)

@@ -19,8 +19,10 @@ from .groups import TOPICS, UNHANDLED
 from .history import History, Stage
 from .worker import Setting, at_work
 
-__all__ = ["Draft", "Producer", "main"]
+__all__ = ["LARGE", "Draft", "Producer", "main"]
 
+#: How many bytes a large message has, just below what a message may have.
+LARGE: Final = 255 * 1024
 _KEYS: Final = 6
 #: What transactions add, by how often.
 _MIX: Final = {
@@ -30,6 +32,7 @@ _MIX: Final = {
     "deduped": 100,
     "delayed": 80,
     "batch": 800,
+    "large": 12,
     # What a dispatcher delivers and no consumer gets done.
     "sour": 8,
     "spurned": 8,
@@ -56,7 +59,8 @@ class Draft:
     @property
     def event(self) -> dict[str, object]:
         """What the message says."""
-        return {"n": self.n, "kind": self.kind}
+        said: dict[str, object] = {"n": self.n, "kind": self.kind}
+        return {**said, "padding": "x" * LARGE} if self.kind == "large" else said
 
 
 class Producer:
@@ -149,15 +153,16 @@ class Producer:
         kind = fate or self._rng.choices(list(_MIX), list(_MIX.values()))[0]
         if kind == "deduped":
             return [self._deduped()]
-        if kind == "deadly":
-            return [self._draft(None, ahead=1, kind=kind)]
         if kind in UNHANDLED:
-            return [self._draft(self._rng.choice([None, *self._keys]), ahead=1, kind=kind)]
-        if kind not in {"batch", "delayed"}:
+            keys = [None] if kind == "deadly" else [None, *self._keys]
+            return [self._draft(self._rng.choice(keys), ahead=1, kind=kind)]
+        if kind not in {"batch", "delayed", "large"}:
             return self._doomed(kind)
         key = None if self._chance(0.25) else self._rng.choice(self._keys)
         if kind == "delayed":
             return [self._draft(key, ahead=1, delay=self._rng.uniform(0.05, 1.0))]
+        if kind == "large":
+            return [self._draft(key, ahead=number + 1, kind=kind) for number in range(self._rng.choice((1, 2, 4)))]
         return [self._draft(key, ahead=number + 1) for number in range(self._rng.choice((1, 1, 2, 5, 12)))]
 
     def _doomed(self, kind: str) -> list[Draft]:

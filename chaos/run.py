@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from postroom.store import Store
 from postroom.stores import SQLStore
 from postroom.testing.faults import FaultProxy
+from postroom.testing.pgbouncer import PgBouncer
 from postroom.testing.programs import REDIS, VALKEY
 from postroom.testing.servers import (
     MariaDBServer,
@@ -37,14 +38,20 @@ from .evidence import gather
 from .groups import GROUPS, HANDLINGS, TOPICS
 from .history import History, read
 from .log import WHOLE_LOG
-from .nemesis import Nemesis, plan
+from .nemesis import SQLITE_FILE, Nemesis, plan
 from .report import Verdict, judge, write
 from .stores import delivering_store
 from .worker import Setting
 
 __all__ = ["Options", "run", "server_of"]
 
-_SERVERS: Final[dict[str, type[SqlServer]]] = {"postgres": PostgresServer, "mariadb": MariaDBServer}
+ServerT = TypeVar("ServerT", bound=Server)
+
+_SERVERS: Final[dict[str, type[SqlServer]]] = {
+    "postgres": PostgresServer,
+    "pgbouncer": PostgresServer,
+    "mariadb": MariaDBServer,
+}
 _CONSUMERS: Final = ("c0", "c1", "c2", "c3")
 _WORKERS: Final = ("d0", "d1", "d2", "p0", "p1", *_CONSUMERS)
 #: Those that use psycopg on PostgreSQL, where the others use asyncpg.
@@ -74,7 +81,7 @@ class Options:
 async def run(options: Options) -> Verdict:
     """Run chaos and return the verdict; the folder holds all evidence."""
     folder = Path(options.folder)
-    async with _database(options) as (url, server):
+    async with _database(options) as (url, servers):
         truth = truth_of(options.store, url)
         store = delivering_store(options.store, url)
         if isinstance(store, SQLStore):
@@ -84,13 +91,13 @@ async def run(options: Options) -> Verdict:
         history = History(folder, "nemesis")
         crew = Crew(folder, history, options.variant)
         try:
-            undrained, complaints = await _phases(options, crew, truth, history, server)
+            undrained, complaints = await _phases(options, crew, truth, history, servers)
             if mended := await _mended(store):
                 complaints.append(f"{mended} indexes did not agree with their messages")
         finally:
             await crew.abandon()
-            if server is not None:
-                (folder / "server.log").write_text(server.logs())
+            for name, server in servers.items():
+                (folder / f"{name}.log").write_text(server.logs())
         evidence = gather(
             read(folder),
             rows=truth.rows(),
@@ -117,18 +124,24 @@ async def run(options: Options) -> Verdict:
 
 
 async def _phases(
-    options: Options, crew: Crew, truth: Truth, history: History, server: Server | None
+    options: Options, crew: Crew, truth: Truth, history: History, servers: Mapping[str, Server]
 ) -> tuple[int, list[str]]:
     """Have chaos, then heal and drain, then stop; return what was left, and complaints."""
     faults = plan(options.seed, options.seconds, options.store, _WORKERS)
     told = {**asdict(options), "on_dead": options.on_dead, "commit": _commit(), "python": sys.version.split()[0]}
     (Path(options.folder) / "options.json").write_text(json.dumps(told, indent=2) + "\n")
     (Path(options.folder) / "schedule.json").write_text(json.dumps([asdict(fault) for fault in faults]) + "\n")
-    async with _proxies(server, _port_of(options)) as proxies:
+    async with _proxies(servers, _port_of(options)) as proxies:
         for name in ("receiver", *_WORKERS):
             crew.hire(_setting(options, name, truth.url, proxies))
-        database = truth.url.removeprefix("sqlite:///") if server is None else server
-        nemesis = Nemesis(faults, crew, history, proxies=proxies, database=database)
+        nemesis = Nemesis(
+            faults,
+            crew,
+            history,
+            folder=Path(options.folder),
+            proxies=proxies,
+            servers=servers,
+        )
         async with asyncio.timeout(120):
             await crew.assemble()
         async with asyncio.timeout(options.seconds + 120):
@@ -138,6 +151,8 @@ async def _phases(
         left = [f"a transaction was left open: {one}" for one in await _lasting(truth.idle_transactions)]
         await crew.dismiss("c")
         await crew.dismiss("d")
+        if (pooler := servers.get("pooler")) is not None:
+            await asyncio.to_thread(pooler.stop)  # it keeps sessions for clients that may come
         left += [f"a session was left: {one}" for one in await _lasting(truth.sessions)]
         left += truth.oddities()
     return undrained, [*crew.failures, *crew.errors(lambda line: any(alarm in line for alarm in _ALARMS)), *left]
@@ -196,7 +211,7 @@ def _setting(options: Options, name: str, url: str, proxies: Mapping[str, FaultP
     network, link = proxies.get(f"{name} network"), proxies.get(f"{name} link")
     if network is not None:
         url = urlsplit(url)._replace(netloc=_netloc(url, network.port)).geturl()
-    if options.store == "postgres" and name in _PSYCOPG:
+    if url.startswith("postgresql:") and name in _PSYCOPG:
         url = url.replace("postgresql://", "postgresql+psycopg://")
     return Setting(
         name=name,
@@ -228,17 +243,27 @@ def _netloc(url: str, port: int) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _database(options: Options) -> AsyncIterator[tuple[str, Server | None]]:
+async def _database(options: Options) -> AsyncIterator[tuple[str, Mapping[str, Server]]]:
+    """Yield the address of the database, and its servers by what faults call them."""
     if options.store == "sqlite":
-        yield f"sqlite:///{options.folder}/chaos.sqlite3", None
+        yield f"sqlite:///{options.folder}/{SQLITE_FILE}", {}
         return
-    server = server_of(options.store)
-    await asyncio.to_thread(server.start)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(_running(server_of(options.store)))
+        servers = {"server": server}
         url = server.dsn
         if isinstance(server, SqlServer):
             url = await asyncio.to_thread(server.create_database, "chaos")
-        yield url, server
+        if options.store == "pgbouncer":
+            servers["pooler"] = await stack.enter_async_context(_running(PgBouncer(url)))
+        yield url, servers
+
+
+@contextlib.asynccontextmanager
+async def _running(server: ServerT) -> AsyncIterator[ServerT]:
+    await asyncio.to_thread(server.start)
+    try:
+        yield server
     finally:
         await asyncio.to_thread(server.stop)
 
@@ -271,10 +296,11 @@ async def _mended(store: Store) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _proxies(server: Server | None, receiver: int) -> AsyncIterator[dict[str, FaultProxy]]:
+async def _proxies(servers: Mapping[str, Server], receiver: int) -> AsyncIterator[dict[str, FaultProxy]]:
     """Yield a proxy to the database for each worker that has a network, and one to the broker for each consumer."""
     ports = {f"{name} link": receiver for name in _CONSUMERS}
-    if server is not None:
+    if servers:
+        server = servers.get("pooler", servers["server"])
         ports.update({f"{name} network": server.port for name in _WORKERS})
     async with contextlib.AsyncExitStack() as stack:
         yield {name: await stack.enter_async_context(FaultProxy(_LOOPBACK, port)) for name, port in ports.items()}

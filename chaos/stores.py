@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LEASE", "NAMES", "HandlingInRedis", "delivering_store", "handling_store"]
 
-NAMES: Final = ("postgres", "mariadb", "sqlite", "redis", "redis-stream")
+#: ``pgbouncer`` is PostgreSQL with a pooler between it and every worker.
+NAMES: Final = ("postgres", "pgbouncer", "mariadb", "sqlite", "redis", "redis-stream")
 #: How long claims hold, of dispatchers and of those inboxes that have any.
 LEASE: Final = timedelta(seconds=2)
 _TIMEOUT: Final = timedelta(seconds=3)
@@ -26,9 +27,12 @@ _TIMEOUT: Final = timedelta(seconds=3)
 
 def delivering_store(name: str, url: str) -> Store:
     """Return what a dispatcher claims from, not yet opened."""
-    if name != "redis-stream":
-        return open_url(url, timeout=_TIMEOUT)
-    return _stream(url)
+    return _stream(url) if name == "redis-stream" else _store(name, url)
+
+
+def _store(name: str, url: str) -> Store:
+    pooler = {"pooler": "transaction"} if name == "pgbouncer" else {}
+    return open_url(url, timeout=_TIMEOUT, **pooler)
 
 
 def handling_store(name: str, url: str) -> TransactionalStore:
@@ -38,7 +42,7 @@ def handling_store(name: str, url: str) -> TransactionalStore:
 
         in_redis = RedisStore(url, timeout=_TIMEOUT)
         return HandlingInRedis(in_redis, _stream(url) if name == "redis-stream" else in_redis)
-    store = open_url(url, timeout=_TIMEOUT)
+    store = _store(name, url)
     assert isinstance(store, SQLStore)  # noqa: S101 -- the only other kind that is put to the test here
     return store
 

@@ -102,6 +102,16 @@ async def test_latency_holds_data_back_each_way(connect: Connect, proxy: FaultPr
     assert asyncio.get_running_loop().time() - began >= 0.1
 
 
+async def test_bandwidth_limits_how_much_passes_in_a_second(connect: Connect, proxy: FaultProxy) -> None:
+    client = await connect(proxy)
+    proxy.bandwidth = 100_000
+    began = asyncio.get_running_loop().time()
+
+    assert await client.ask(b"x" * 5_000) == b"x" * 5_000
+
+    assert asyncio.get_running_loop().time() - began >= 0.1
+
+
 async def test_a_black_hole_is_silent_until_it_is_healed(connect: Connect, proxy: FaultProxy, echo: Echo) -> None:
     client = await connect(proxy)
     proxy.black_hole()

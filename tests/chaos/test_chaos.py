@@ -14,7 +14,7 @@ import pytest
 
 from chaos.run import server_of
 from postroom.testing.plugin import skip_or_fail
-from postroom.testing.programs import MARIADB, POSTGRES
+from postroom.testing.programs import MARIADB, PGBOUNCER, POSTGRES
 from postroom.testing.servers import ServerMissingError
 from tests.worlds import CHAOS_STORES
 
@@ -28,8 +28,10 @@ def store(request: pytest.FixtureRequest) -> str:
     """A store whose server can be had."""
     name: str = request.param
     try:
-        if name == "postgres":
+        if name in {"postgres", "pgbouncer"}:
             POSTGRES.find("postgres")
+        if name == "pgbouncer":
+            PGBOUNCER.find("pgbouncer")
         elif name == "mariadb":
             MARIADB.find("mariadbd", "mysqld")
         elif name.startswith("redis"):

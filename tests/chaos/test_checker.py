@@ -402,6 +402,6 @@ def test_the_seed_decides_which_faults_there_are(store: str) -> None:
 
     assert faults == plan(7, 60, store, WORKERS)
     assert faults != plan(8, 60, store, WORKERS)
-    assert {fault.victim for fault in faults} >= {*WORKERS, "receiver"}
+    assert {fault.victim for fault in faults} >= {*WORKERS, "receiver", "keys"}
     assert any(fault.victim == "server" for fault in faults) == (store == "postgres")
     assert len(faults) > 15

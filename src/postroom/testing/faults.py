@@ -1,4 +1,4 @@
-"""A TCP proxy that makes a network fail on request: slow, silent, cut, closed, or losing just one reply."""
+"""A TCP proxy that makes a network fail on request: late, narrow, silent, cut, closed, or losing just one reply."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class FaultProxy:
         self.port: int = 0
         #: How long every piece of data is held back, each way.
         self.latency: timedelta = timedelta(0)
+        #: How many bytes pass in a second, on each connection and each way; None sets no limit.
+        self.bandwidth: int | None = None
         #: How many connections were made through here, and how many replies were dropped.
         self.accepted: int = 0
         self.dropped: int = 0
@@ -87,7 +89,7 @@ class FaultProxy:
 
     def heal(self) -> None:
         """Let everything through again, also what was held back; nothing is truncated or dropped any more."""
-        self.latency, self._budget, self._countdown = timedelta(0), None, 0
+        self.latency, self.bandwidth, self._budget, self._countdown = timedelta(0), None, None, 0
         for flowing in self._flowing.values():
             flowing.set()
 
@@ -134,6 +136,8 @@ class FaultProxy:
             while data := await source.read(_CHUNK):
                 if self.latency:
                     await asyncio.sleep(self.latency.total_seconds())
+                if self.bandwidth:
+                    await asyncio.sleep(len(data) / self.bandwidth)
                 await self._flowing[direction].wait()
                 passed = self._request(link, data) if direction == "requests" else self._reply(link, data)
                 sink.write(passed)

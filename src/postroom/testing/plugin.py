@@ -20,6 +20,7 @@ import pytest
 
 from .clients import MariaDBClient, PostgresClient, RedisClient, SqlClient, ValkeyClient
 from .cluster import RedisCluster, RedisGroup, RedisReplicated, ValkeyCluster, ValkeyReplicated
+from .pgbouncer import PgBouncer
 from .programs import ServerMissingError
 from .room import ServerRoom, ask
 from .sentinel import RedisSentinel, ValkeySentinel
@@ -36,6 +37,7 @@ __all__ = [
     "postgres_dsn",
     "postgres_server",
     "private_mariadb",
+    "private_pgbouncer",
     "private_postgres",
     "private_redis",
     "private_redis_cluster",
@@ -151,6 +153,12 @@ def private_postgres() -> Iterator[PostgresServer]:
 def private_mariadb() -> Iterator[MariaDBServer]:
     """A MariaDB server that is this test's own, to be killed, paused and restarted."""
     yield from _private(MariaDBServer())
+
+
+@pytest.fixture
+def private_pgbouncer(postgres_server: PostgresClient) -> Iterator[PgBouncer]:
+    """A PgBouncer in transaction mode that is this test's own, in front of the PostgreSQL server of this run."""
+    yield from _private(PgBouncer(postgres_server.dsn))
 
 
 @pytest.fixture

