@@ -46,7 +46,7 @@ REDIS_CLUSTERS: Final = (pytest.param("redis_cluster", id="redis"), proof("valke
 REDIS_PLACES: Final = ("redis_url", *map(proof, ("valkey_url", "redis_cluster_url", "valkey_cluster_url")))
 
 #: One store of each family stands for the others, whose faults are the same.
-CHAOS_STORES: Final = ("postgres", "redis", *map(proof, ("mariadb", "sqlite", "redis-stream")))
+CHAOS_STORES: Final = ("postgres", "redis", *map(proof, ("pgbouncer", "mariadb", "sqlite", "redis-stream")))
 
 #: Folders and files that run in `make prove` only: the same tests as elsewhere, on servers that know less.
 _PROOFS: Final = ("tests/redis60/",)
