@@ -211,6 +211,7 @@ def contract(variant: str, tests: Sequence[Contract | Scripted], dsn: str) -> su
     )
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(PATIENCE + 20)
 @pytest.mark.parametrize("kind", ["tables", "redis"])
 def test_the_sound_library_keeps_the_contract(kind: str, postgres_server: PostgresClient) -> None:
@@ -290,11 +291,13 @@ async def chaos(folder: Path, variant: str | None) -> set[str]:
     return {violation.check for violation in verdict.violations}
 
 
+@pytest.mark.prove
 async def test_the_sound_library_survives_chaos(tmp_path: Path) -> None:
     """G13: what catches variants below passes here."""
     assert await chaos(tmp_path, None) == set()
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", names(Chaos))
 async def test_chaos_catches(name: str, tmp_path: Path) -> None:
     """G13: the check that is meant for it says what is wrong."""

@@ -48,7 +48,26 @@ REDIS_PLACES: Final = ("redis_url", *map(proof, ("valkey_url", "redis_cluster_ur
 #: One store of each family stands for the others, whose faults are the same.
 CHAOS_STORES: Final = ("postgres", "redis", *map(proof, ("pgbouncer", "mariadb", "sqlite", "redis-stream")))
 
-#: Folders and files that run in `make prove` only: the same tests as elsewhere, on servers that know less.
+#: Parameters that run in `make prove` only, by the beginning of a test's id: what another parameter proves already.
+_REPEATED: Final = {
+    # Each runs a pytest, a crash or chaos of its own; one of each instrument shows that it can fail.
+    "tests/test_variants.py::": r"^(?!no_token$|plain_insert_inbox$|settle_before_publish$)",
+    # The driver is tested in tests/test_drivers.py; what is above it is the same for asyncpg and psycopg.
+    "tests/test_cancelling.py::": r"psycopg|sessionmaker",
+    # Of the ways to reach the same adapter one is enough, and the sync drivers share their threads.
+    "tests/test_transactions.py::": r"psycopg-sync|engine-psycopg|session-asyncpg|engine-sync|store-psycopg",
+    # A link that is silent in one direction is silent; asyncpg and asyncmy stand for both kinds of protocol.
+    "tests/test_drivers.py::test_a_silent_link_": r"psycopg|requests|replies",
+    "tests/test_drivers.py::test_a_link_that_is_silent_": r"psycopg",
+    "tests/test_drivers.py::test_many_calls_on_a_silent_link_": r"psycopg",
+    "tests/test_drivers.py::test_calls_that_timed_out_": r"psycopg",
+    # Every kind starts, crashes and ends by the same code.
+    "tests/test_servers.py::TestEvery": r"MariaDB|Valkey",
+    # One failover of each kind: a cluster's, and a Sentinel's.
+    "tests/test_redis_cluster.py::test_a_server_is_killed_": r"RedisStreamStore",
+    "tests/test_redis_sentinel.py::test_a_primary_is_killed_": r"RedisStore-",
+}
+#: Folders that run in `make prove` only: the same tests as elsewhere, on servers that know less.
 _PROOFS: Final = ("tests/redis60/",)
 #: What starts many processes or foreign tools, or is about Redis. `make quick` leaves it out.
 _SLOW: Final = (
@@ -72,7 +91,12 @@ _QUICK_SERVED: Final = "tests/contracts/test_stores.py::TestPostgresStoreOverAsy
 
 def is_proof(item: pytest.Item) -> bool:
     """Return whether a test runs in `make prove` only."""
-    return item.nodeid.startswith(_PROOFS) or item.get_closest_marker("prove") is not None
+    if item.nodeid.startswith(_PROOFS) or item.get_closest_marker("prove") is not None:
+        return True
+    parameters = _parameters(item)
+    return bool(parameters) and any(
+        item.nodeid.startswith(beginning) and re.search(pattern, parameters) for beginning, pattern in _REPEATED.items()
+    )
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -85,6 +109,10 @@ def is_quick(item: pytest.Item) -> bool:
 def _needs(item: pytest.Item) -> Iterable[str]:
     """Return the names by which servers are known: of fixtures, and of parameters, which may name a fixture."""
     yield from getattr(item, "fixturenames", ())
+    yield _parameters(item)
+
+
+def _parameters(item: pytest.Item) -> str:
+    """Return what stands in brackets after the name of a test."""
     callspec = getattr(item, "callspec", None)
-    if callspec is not None:
-        yield callspec.id
+    return callspec.id if callspec is not None else ""
