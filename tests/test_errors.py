@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from datetime import timedelta
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -74,6 +75,7 @@ MADE = [
     (errors.HandlerRejectedError("order.placed"), "since its match refused it"),
     (errors.NoDeliveryError(), "call this from a handler that a Consumer runs"),
     (errors.SchemaMissingError("t"), "run `postroom schema apply`"),
+    (errors.StoreFileMissingError(Path("shop.db")), "run `postroom schema apply`"),
     (errors.SchemaVersionError("t", (3, 0), (3, 1)), "run `postroom schema apply`"),
     (errors.SchemaVersionError("t", (4, 0), (3, 1)), "upgrade postroom"),
 ]

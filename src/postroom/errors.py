@@ -38,6 +38,7 @@ PostroomError
 │   └── AlreadyHandledError
 ├── SchemaError                      run `postroom schema apply`
 │   ├── SchemaMissingError
+│   │   └── StoreFileMissingError    of SQLite
 │   └── SchemaVersionError
 ├── StoreError                       the database; a dispatcher tries again by itself
 │   ├── StoreUnavailableError
@@ -59,6 +60,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, cast
 from uuid import UUID
 
@@ -107,6 +109,7 @@ __all__ = [
     "StoreAuthenticationError",
     "StoreContentionError",
     "StoreError",
+    "StoreFileMissingError",
     "StoreTimeoutError",
     "StoreUnavailableError",
     "TenantMismatchError",
@@ -408,6 +411,16 @@ class SchemaMissingError(SchemaError):
         super().__init__(
             f"table {table} does not exist; run `postroom schema apply` or the SQL of `postroom schema print`"
         )
+
+
+class StoreFileMissingError(SchemaMissingError):
+    """The SQLite file does not exist."""
+
+    def __init__(self, path: Path) -> None:
+        SchemaError.__init__(
+            self, f"{path} does not exist; run `postroom schema apply` or call `SQLiteStore.apply_schema` to create it"
+        )
+        self.path = path
 
 
 class SchemaVersionError(SchemaError):

@@ -388,7 +388,7 @@ class SQLiteStore(SQLStore):
         """Set up a store on a file.
 
         Args:
-            path: Where the file is; it is made if it is not there.
+            path: Where the file is; `apply_schema` creates it.
             namespace: Whose messages these are.
             table: The name of the outbox table.
             inbox: The name of the inbox table.
@@ -402,13 +402,19 @@ class SQLiteStore(SQLStore):
             raise ConfigurationError(
                 "a SQLite store needs a file, since a dispatcher opens it again; or use MemoryStore"
             )
+        self._file = SQLiteDriver(Path(path), wal=wal, busy_timeout=timeout / 2)
         super().__init__(
             SQLiteSchema(SQLite(Names(table=table, inbox=inbox))),
-            SQLiteDriver(Path(path), wal=wal, busy_timeout=timeout / 2),
+            self._file,
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
         )
+
+    async def apply_schema(self) -> bool:
+        """Create the file and its tables, or bring them up to date; return whether there was anything to do."""
+        await self._file.create()
+        return await super().apply_schema()
 
     @staticmethod
     def create_tables(
