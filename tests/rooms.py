@@ -73,7 +73,10 @@ class SQLiteRoom(Room):
         return SQLiteStore(self.where, table=table, inbox=inbox)
 
     def connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self.where, isolation_level=None)
+        connection = sqlite3.connect(self.where, isolation_level=None)
+        # SQLite itself stores any bytes as text; it is Python that refuses to read them.
+        connection.text_factory = lambda raw: raw.decode(errors="replace")
+        return connection
 
     def statements(self, names: Names) -> list[str]:
         return SQLiteSchema(SQLite(names)).statements()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, closing
 from datetime import timedelta
+from uuid import uuid4
 
 import psycopg
 import pymysql
@@ -161,9 +162,11 @@ async def test_apply_never_alters_a_table_but_says_what_is_wrong_with_it(room: R
 SABOTAGE: dict[tuple[str, str], list[str]] = {
     ("sqlite", "DROP INDEX postroom_outbox_ready"): ["index postroom_outbox_ready is missing"],
     ("sqlite", "DROP VIEW postroom_outbox_messages"): ["view postroom_outbox_messages is missing"],
-    ("sqlite", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 3.1"],
+    ("sqlite", "DELETE FROM postroom_outbox_version"): [
+        "version is missing, should be 3.1; run `postroom schema apply`"
+    ],
     ("sqlite", "DROP TABLE postroom_outbox_version"): [
-        "version is missing, should be 3.1",
+        "version is missing, should be 3.1; run `postroom schema apply`",
         *(f"column postroom_outbox_version.{name} is missing" for name in ("version", "applied_at", "step")),
     ],
     (
@@ -247,7 +250,9 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
         )
     ],
     ("postgres", "DROP VIEW postroom_outbox_published"): ["view postroom_outbox_published is missing"],
-    ("postgres", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 3.1"],
+    ("postgres", "DELETE FROM postroom_outbox_version"): [
+        "version is missing, should be 3.1; run `postroom schema apply`"
+    ],
     ("mariadb", "ALTER TABLE postroom_outbox MODIFY topic VARCHAR(249)"): [
         "column topic is 'varchar(249) DEFAULT NULL', should be 'varchar(249) NOT NULL'"
     ],
@@ -263,7 +268,9 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
     ],
     ("mariadb", "DROP VIEW postroom_outbox_published"): ["table or view postroom_outbox_published is missing"],
     ("mariadb", "DROP TABLE postroom_outbox_lock"): ["table or view postroom_outbox_lock is missing"],
-    ("mariadb", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 3.1"],
+    ("mariadb", "DELETE FROM postroom_outbox_version"): [
+        "version is missing, should be 3.1; run `postroom schema apply`"
+    ],
 }
 
 
@@ -284,7 +291,7 @@ async def test_check_of_an_empty_database_names_every_part_and_changes_nothing(r
 
     found = await differences(room)
 
-    assert "version is missing, should be 3.1" in found
+    assert "version is missing, should be 3.1; run `postroom schema apply`" in found
     assert {"column id is missing", "column payload is missing"} <= set(found)
     assert {"column postroom_inbox.consumer is missing", "column postroom_inbox_dead.error is missing"} <= set(found)
     assert len(found) > 40
@@ -296,6 +303,7 @@ async def test_check_of_an_empty_database_names_every_part_and_changes_nothing(r
 
 async def test_a_store_without_its_table_says_how_to_make_it(room: Room) -> None:
     """S1-04: opening creates nothing."""
+    room.run("SELECT 1")  # with which SQLite creates an empty file
     store = room.store()
 
     with pytest.raises(SchemaMissingError) as caught:
@@ -378,7 +386,7 @@ async def test_the_first_version_gets_an_inbox_and_keeps_its_messages(room: Room
     assert str(caught.value) == (
         "the schema of postroom_outbox has version 1, version 3.1 is needed; run `postroom schema apply`"
     )
-    assert found[0] == "version is 1, should be 3.1"
+    assert found[0] == "version is 1, should be 3.1; run `postroom schema apply`"
     assert all(LATER.search(difference) for difference in found[1:])
     assert mended == [True, False]
     assert await store.check_schema() == []
@@ -609,6 +617,55 @@ async def test_the_views_show_the_tables_of_the_seeds(room: Room) -> None:
     assert columns(room, "postroom_outbox_messages") == [
         *("id", "payload", "properties", "created_at", "published_at", "attempts", "last_error", "updated_at")
     ]
+
+
+#: What a producer may have written by raw SQL, or under the wrong content type.
+NOT_JSON = (
+    *(b"not json", b"", b'"\\u0000"', b"\x00", b"\xff", b'{"a": "\xff"}', b'"\\ud800"', b"1e999999"),
+    b"[" * 100_000,
+)
+
+
+async def test_payloads_that_are_no_json_do_not_spoil_the_view(room: Room) -> None:
+    """Their rows have no data, or the text as it is; all other rows are shown."""
+    await applied(room)
+    good = b'{"a": 1}'
+    with closing(room.connect()) as connection:
+        connection.cursor().execute("BEGIN")
+        for payload in NOT_JSON:
+            messages = [Message(topic="t", payload=body, content_type="application/json") for body in (good, payload)]
+            Outbox().add(connection, messages)
+        connection.cursor().execute("COMMIT")
+
+    shown = [row[0] for row in room.run("SELECT data FROM postroom_outbox_published ORDER BY id")]
+
+    assert [data in ({"a": 1}, '{"a": 1}') for data in shown] == [True, False] * len(NOT_JSON)
+    if isinstance(room, PostgresRoom):
+        assert shown[1::2] == [None] * len(NOT_JSON)
+
+
+async def test_a_role_that_may_only_read_the_view_can_read_it_where_functions_are_not_for_everyone(
+    postgres: PostgresRoom,
+) -> None:
+    """The view calls a function, and PostgreSQL asks whether the reader may."""
+    postgres.run("ALTER DEFAULT PRIVILEGES REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC")
+    await applied(postgres, schema="apart")
+    role = f"reader_{uuid4().hex}"
+    postgres.run(f"CREATE ROLE {role}", f"GRANT SELECT ON apart.postroom_outbox_published TO {role}")
+    postgres.run(f"GRANT USAGE ON SCHEMA apart TO {role}")
+    with postgres.connect() as connection:
+        with connection.transaction():
+            message = Message(topic="t", payload=b"1", content_type="application/json")
+            Outbox(schema="apart").add(connection, message)
+        connection.execute(f"SET ROLE {role}".encode())
+
+        shown = connection.execute("SELECT data FROM apart.postroom_outbox_published").fetchall()
+
+        connection.execute("RESET ROLE")
+        connection.execute(f"DROP OWNED BY {role}".encode())
+        connection.execute(f"DROP ROLE {role}".encode())
+
+    assert shown == [(1,)]
 
 
 def columns(room: Room, view: str) -> list[str]:

@@ -20,6 +20,8 @@ STEP: Final = 1
 #: Which tables belong together: those of a group are compared, and created, apart from the others.
 Group: TypeAlias = Literal["outbox", "inbox", "tickets", "version"]
 _GROUPS: Final[Sequence[Group]] = ("outbox", "inbox", "tickets", "version")
+#: The version that a group came with.
+_SINCE: Final[Mapping[Group, int]] = {"outbox": 1, "inbox": 2, "tickets": 3, "version": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,14 @@ class Schema:
     def _statements(self, groups: Sequence[Group]) -> list[str]:
         tables = [text for group in groups for text in self.ddl[group]]
         return [self.dialect.sql(text).text for text in (*self.prepare(), *tables, self.record_version)]
+
+    def upgrade(self, since: tuple[int, int]) -> list[str]:
+        """Return the SQL that brings the tables of an earlier version and step up to date."""
+        version, step = since
+        tables = [text for group in _GROUPS if _SINCE[group] > version for text in self.ddl[group]]
+        changes = [text for changes in self.steps[step:] for change in changes for text in change.texts]
+        texts = (*tables, *changes, self.record_version, self.record_step)
+        return [self.dialect.sql(text).text for text in texts]
 
     #: Record in the version table what is there; to run them again changes nothing.
     record_version: ClassVar[str] = (
@@ -220,7 +230,8 @@ class Schema:
         differences: list[str] = []
         if not _is_enough(found):
             version = "missing" if found is None else version_text(found)
-            differences.append(f"version is {version}, should be {version_text((VERSION, STEP))}")
+            remedy = "upgrade postroom" if found is not None and found[0] > VERSION else "run `postroom schema apply`"
+            differences.append(f"version is {version}, should be {version_text((VERSION, STEP))}; {remedy}")
         for group in _GROUPS:
             differences += yield from self._differences(group)
         return differences

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import ClassVar, Final
 
 from ..schema import Change, Group, Schema
@@ -183,6 +184,28 @@ class SQLiteSchema(Schema):
             Change(part="index {table}_parked", texts=(_PARKED,)),
         ),
     )
+
+    def execute(self, change: Change) -> Script[None]:
+        """Run the statements of a change."""
+        yield from super().execute(change)
+        if change.part == "column destination":
+            yield from self._break_line()
+
+    def _break_line(self) -> Script[None]:
+        """Give the first added column a line of its own in the text of the table.
+
+        Releases before the first step compare that text line by line, and would refuse to apply or check their schema:
+        a roll-back to them would fail. White space is all that changes; where SQLite protects its catalogue, it stays.
+        """
+        yield self.dialect.sql("PRAGMA writable_schema = ON")
+        with suppress(Exception):  # what sqlite3 raises where the catalogue is protected
+            yield self.dialect.sql(
+                "UPDATE sqlite_master SET sql = replace(sql, ', destination TEXT', ',\n destination TEXT') "
+                "WHERE type = 'table' AND name = :table",
+                table=self.dialect.names.table,
+            )
+        # Reads the catalogue again: SQLite keeps the place in the text where the next column goes.
+        yield self.dialect.sql("PRAGMA writable_schema = RESET")
 
     def describe(self, group: Group) -> Script[dict[str, str]]:
         tables = self.tables(group)
