@@ -187,11 +187,11 @@ def test_apply_creates_the_tables_and_says_so_and_check_agrees(url: str) -> None
     after = call("schema", "check", "--store", url)
 
     assert before.exit_code == 1
-    assert "column payload is missing" in before.stdout.splitlines()
+    assert before.stdout == "version is missing, should be 3.1; run `postroom schema apply`\n"
     assert (first.exit_code, second.exit_code, after.exit_code) == (0, 0, 0)
-    assert first.stdout.startswith("created postroom_outbox, version 3")
-    assert second.stdout == "nothing to do: postroom_outbox has version 3\n"
-    assert after.stdout == "postroom_outbox is as version 3 needs it\n"
+    assert first.stdout.startswith("created postroom_outbox, version 3.1")
+    assert second.stdout == "nothing to do: postroom_outbox has version 3.1\n"
+    assert after.stdout == "postroom_outbox is as version 3.1 needs it\n"
 
 
 @pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
@@ -262,7 +262,7 @@ def test_apply_in_json_says_what_it_did(sqlite_path: Path) -> None:
     result = call("schema", "apply", "--store", f"sqlite:///{sqlite_path}", "--table", "mail", "--json")
 
     answer = json.loads(result.stdout)
-    assert (answer["table"], answer["version"]) == ("mail", 3)
+    assert (answer["table"], answer["version"], answer["step"]) == ("mail", 3, 1)
     assert "column payload is missing" in answer["mended"]
 
 
@@ -287,7 +287,7 @@ def test_the_printed_sql_makes_tables_that_check_accepts(sqlite_path: Path) -> N
 
     check = call("schema", "check", "--store", f"sqlite:///{sqlite_path}")
 
-    assert (check.exit_code, check.stdout) == (0, "postroom_outbox is as version 3 needs it\n")
+    assert (check.exit_code, check.stdout) == (0, "postroom_outbox is as version 3.1 needs it\n")
 
 
 def test_the_printed_sql_can_name_a_schema_of_postgresql_only() -> None:

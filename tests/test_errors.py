@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from datetime import timedelta
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -74,8 +75,9 @@ MADE = [
     (errors.HandlerRejectedError("order.placed"), "since its match refused it"),
     (errors.NoDeliveryError(), "call this from a handler that a Consumer runs"),
     (errors.SchemaMissingError("t"), "run `postroom schema apply`"),
-    (errors.SchemaVersionError("t", 1, 2), "run `postroom schema apply`"),
-    (errors.SchemaVersionError("t", 2, 1), "upgrade postroom"),
+    (errors.StoreFileMissingError(Path("shop.db")), "run `postroom schema apply`"),
+    (errors.SchemaVersionError("t", (3, 0), (3, 1)), "run `postroom schema apply`"),
+    (errors.SchemaVersionError("t", (4, 0), (3, 1)), "upgrade postroom"),
 ]
 
 

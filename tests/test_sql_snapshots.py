@@ -185,3 +185,13 @@ def test_no_value_is_ever_part_of_the_sql(name: str) -> None:
     assert len(statements) >= 8
     assert [s.text for s in statements if "canary" in s.text] == []
     assert "canary" in str([s.params for s in statements])
+
+
+def test_mysql_is_not_asked_for_functions_that_its_newest_release_dropped() -> None:
+    """MySQL 9.7 has no MD5 any more."""
+    schema = SCHEMAS["mysql"]
+    locks = [statement.text for statement in (*told(schema.lock(), [(1,)]), *told(schema.unlock()))]
+    texts = [*schema.statements(), *schema.upgrade((1, 0)), *locks, (FOLDER / "mysql.sql").read_text()]
+
+    assert any("GET_LOCK(" in text for text in texts)
+    assert [text for text in texts if re.search(r"\b(MD5|SHA1?)\(", text, re.IGNORECASE)] == []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, closing
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ import pytest
 from postroom.errors import (
     ConfigurationError,
     ReadOnlyStoreError,
+    SchemaMissingError,
     StoreAuthenticationError,
     StoreContentionError,
     StoreError,
@@ -262,6 +264,60 @@ async def test_a_sqlite_store_says_that_its_folder_is_missing(tmp_path: Path) ->
 
     with pytest.raises(StoreUnavailableError, match="is not a directory; create it first"):
         await store.open()
+
+    await store.close()
+
+
+async def _begin(store: SQLiteStore) -> None:
+    async with store.transactions().begin():
+        pass
+
+
+CALLS: dict[str, Callable[[SQLiteStore], Awaitable[object]]] = {
+    "open": SQLiteStore.open,
+    "stats": SQLiteStore.stats,
+    "check_schema": SQLiteStore.check_schema,
+    "claim": lambda store: store.claim(1, TERMS),
+    "sweep": lambda store: store.sweep(TERMS),
+    "purge": lambda store: store.purge(older_than=timedelta(0)),
+    "begin": _begin,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_no_call_creates_a_sqlite_file_that_is_missing(tmp_path: Path, call: str) -> None:
+    """A mistyped name is an error that names it, not an empty file."""
+    path = tmp_path / "shpo.sqlite3"
+    store = SQLiteStore(path)
+
+    with pytest.raises(SchemaMissingError) as caught:
+        await CALLS[call](store)
+
+    await store.close()
+    assert str(caught.value) == (
+        f"{path} does not exist; run `postroom schema apply` or call `SQLiteStore.apply_schema` to create it"
+    )
+    assert os.listdir(tmp_path) == []  # noqa: PTH208 -- whose like is not for coroutines
+
+
+@pytest.mark.parametrize("name", ["50% off?.db", "a#b.db", "mode=ro&x.db", "ä b.db", "file:x.db"])
+@pytest.mark.parametrize("wal", [True, False])
+async def test_apply_creates_a_sqlite_file_of_any_name(tmp_path: Path, name: str, *, wal: bool) -> None:
+    """A name is never read as an option of SQLite."""
+    store = SQLiteStore(tmp_path / name, wal=wal)
+
+    assert await store.apply_schema() is True
+    assert (await store.stats()).pending == 0
+
+    await store.close()
+    assert os.listdir(tmp_path) == [name]  # noqa: PTH208 -- whose like is not for coroutines
+
+
+async def test_a_sqlite_file_that_cannot_be_created_is_reported_with_its_path(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "missing" / "shop.sqlite3")
+
+    with pytest.raises(StoreUnavailableError, match=r"missing.shop\.sqlite3 cannot be created: No such file"):
+        await store.apply_schema()
 
     await store.close()
 

@@ -38,6 +38,7 @@ PostroomError
 │   └── AlreadyHandledError
 ├── SchemaError                      run `postroom schema apply`
 │   ├── SchemaMissingError
+│   │   └── StoreFileMissingError    of SQLite
 │   └── SchemaVersionError
 ├── StoreError                       the database; a dispatcher tries again by itself
 │   ├── StoreUnavailableError
@@ -59,6 +60,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, cast
 from uuid import UUID
 
@@ -107,6 +109,7 @@ __all__ = [
     "StoreAuthenticationError",
     "StoreContentionError",
     "StoreError",
+    "StoreFileMissingError",
     "StoreTimeoutError",
     "StoreUnavailableError",
     "TenantMismatchError",
@@ -410,14 +413,33 @@ class SchemaMissingError(SchemaError):
         )
 
 
+class StoreFileMissingError(SchemaMissingError):
+    """The SQLite file does not exist."""
+
+    def __init__(self, path: Path) -> None:
+        SchemaError.__init__(
+            self, f"{path} does not exist; run `postroom schema apply` or call `SQLiteStore.apply_schema` to create it"
+        )
+        self.path = path
+
+
 class SchemaVersionError(SchemaError):
     """The schema is older or newer than this version of postroom."""
 
-    def __init__(self, table: str, found: int, needed: int) -> None:
+    def __init__(self, table: str, found: tuple[int, int], needed: tuple[int, int]) -> None:
         remedy = "run `postroom schema apply`" if found < needed else "upgrade postroom"
-        super().__init__(f"the schema of {table} has version {found}, version {needed} is needed; {remedy}")
+        super().__init__(
+            f"the schema of {table} has version {version_text(found)}, "
+            f"version {version_text(needed)} is needed; {remedy}"
+        )
         self.found = found
         self.needed = needed
+
+
+def version_text(version: tuple[int, int]) -> str:
+    """Return a version of the schema and its additional steps as ``3.1``, or ``3`` without any."""
+    number, step = version
+    return f"{number}.{step}" if step else str(number)
 
 
 class StoreError(PostroomError):

@@ -18,7 +18,7 @@ from uuid import UUID
 
 import click
 
-from ..errors import ConfigurationError, StoreUnavailableError
+from ..errors import ConfigurationError, StoreFileMissingError
 from ..message import DEFAULT_NAMESPACE
 from ..store import Store
 from ..stores import MemoryStore, SQLStore, open_url
@@ -100,10 +100,8 @@ class StoreOptions:
 
     def make(self, *, may_create: bool = False, **settings: timedelta) -> Store:
         """Return the store, not yet opened."""
-        path = self.url.removeprefix("sqlite:///")
-        if path != self.url and not may_create and not Path(path).exists():
-            # To open it would leave an empty file behind where somebody mistyped a name.
-            raise StoreUnavailableError(f"{path} does not exist; `postroom schema apply` creates it")
+        if self.url.startswith("sqlite:///"):
+            _look_for(Path(self.url.removeprefix("sqlite:///")), may_create=may_create)
         names = {"namespace": self.namespace, "table": self.table, "inbox": self.inbox, "schema": self.schema}
         promise = {} if self.profile is None else {"profile": self.profile}
         store = open_url(self.url, **names, **promise, **settings)
@@ -117,6 +115,15 @@ class StoreOptions:
         if not isinstance(store, SQLStore):
             raise ConfigurationError(f"{type(store).__name__} has no tables, so there is nothing to apply or check")
         return store
+
+
+def _look_for(path: Path, *, may_create: bool) -> None:
+    """Refuse a SQLite file that is missing before anything is started, or create an empty one."""
+    if may_create:
+        with suppress(OSError):  # which the store reports
+            path.touch()
+    elif not path.exists():
+        raise StoreFileMissingError(path)
 
 
 def table_options(command: F) -> F:

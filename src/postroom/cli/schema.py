@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import sys
 from inspect import cleandoc
+from typing import Any, Final
 
 import click
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, version_text
 from ..stores.sql.dialects.mysql import MySQL
 from ..stores.sql.dialects.postgres import PostgreSQL
 from ..stores.sql.dialects.sqlite import SQLite
 from ..stores.sql.names import Names
-from ..stores.sql.schema import VERSION, Schema
+from ..stores.sql.schema import STEP, VERSION, Schema
 from ..stores.sql.schemas.mysql import MySQLSchema
 from ..stores.sql.schemas.postgres import PostgresSchema
 from ..stores.sql.schemas.sqlite import SQLiteSchema
 from .options import StoreOptions, as_json, echo_json, run, store_options, table_options
 
 __all__ = ["schema"]
+
+_NEEDED: Final = version_text((VERSION, STEP))
+#: What can be upgraded: the versions before this one, and this one with fewer steps.
+_EARLIER: Final = {
+    version_text(earlier): earlier
+    for earlier in (*((version, 0) for version in range(1, VERSION)), *((VERSION, step) for step in range(STEP)))
+}
 
 
 @click.group()
@@ -37,7 +45,8 @@ def schema() -> None:
 def apply(store_options: StoreOptions, *, as_json: bool) -> None:
     """Create what is missing; to run it again, or twice at once, changes nothing.
 
-    What is there but different is never changed: it is named, and the exit code is 1.
+    Workers may go on meanwhile, also those of an older release. What is there but different is never changed: it is
+    named, and the exit code is 1.
 
     \b
     Example:
@@ -45,7 +54,7 @@ def apply(store_options: StoreOptions, *, as_json: bool) -> None:
     """  # noqa: D301
     mended = run(lambda: _apply(store_options))
     if as_json:
-        echo_json({"table": store_options.table, "version": VERSION, "mended": mended})
+        echo_json({"table": store_options.table, "version": VERSION, "step": STEP, "mended": mended})
     else:
         click.echo("\n".join(_report(store_options.table, mended)))
 
@@ -62,9 +71,9 @@ async def _apply(options: StoreOptions) -> list[str]:
 
 def _report(table: str, mended: list[str]) -> list[str]:
     if not mended:
-        return [f"nothing to do: {table} has version {VERSION}"]
+        return [f"nothing to do: {table} has version {_NEEDED}"]
     if any(difference.startswith("version is missing") for difference in mended):
-        return [f"created {table}, version {VERSION}: {len(mended)} parts"]
+        return [f"created {table}, version {_NEEDED}: {len(mended)} parts"]
     return [f"mended: {difference}" for difference in mended]
 
 
@@ -72,7 +81,9 @@ def _report(table: str, mended: list[str]) -> list[str]:
 @store_options
 @as_json
 def check(store_options: StoreOptions, *, as_json: bool) -> None:
-    """Print every difference between the tables and what this version needs; exit with 1 if there is any.
+    """Print every difference between the tables and what this release needs; exit with 1 if there is any.
+
+    Tables that are missing or of an older version are one line, which says what to run.
 
     \b
     Example:
@@ -80,10 +91,15 @@ def check(store_options: StoreOptions, *, as_json: bool) -> None:
     """  # noqa: D301
     differences = run(lambda: _check(store_options))
     if as_json:
-        echo_json({"table": store_options.table, "version": VERSION, "differences": differences})
+        echo_json({"table": store_options.table, "version": VERSION, "step": STEP, "differences": differences})
     else:
-        click.echo("\n".join(differences) or f"{store_options.table} is as version {VERSION} needs it")
+        click.echo("\n".join(_shown(differences)) or f"{store_options.table} is as version {_NEEDED} needs it")
     sys.exit(1 if differences else 0)
+
+
+def _shown(differences: list[str]) -> list[str]:
+    """Leave out what follows from the version being another one, whose line says what to do."""
+    return differences[:1] if any(text.startswith("version is") for text in differences[:1]) else differences
 
 
 async def _check(options: StoreOptions) -> list[str]:
@@ -96,23 +112,29 @@ async def _check(options: StoreOptions) -> list[str]:
 
 @schema.command("print")
 @click.option("--dialect", type=click.Choice(["postgresql", "mysql", "sqlite"]), required=True, help="For what.")
+@click.option(
+    "--from", "since", type=click.Choice(_EARLIER), help="The version to upgrade; by default there are no tables."
+)
 @table_options
 @as_json
-def print_(dialect: str, table: str, inbox: str, schema: str | None, *, as_json: bool) -> None:
-    """Print the SQL that creates everything, for migrations of your own; needs no connection.
+def print_(dialect: str, since: str | None, *, as_json: bool, **names: Any) -> None:  # noqa: ANN401 -- see _schema
+    """Print the SQL that creates everything, or upgrades what is there, for your own migrations; needs no connection.
 
     \b
     Example:
       postroom schema print --dialect postgresql --schema shop > 0042_outbox.sql
+      postroom schema print --dialect postgresql --schema shop --from 3 > 0043_outbox.sql
     """  # noqa: D301
-    statements = [cleandoc(text) for text in _schema(dialect, table, inbox, schema).statements()]
+    tables = _schema(dialect, **names)
+    texts = tables.statements() if since is None else tables.upgrade(_EARLIER[since])
+    statements = [cleandoc(text) for text in texts]
     if as_json:
-        echo_json({"dialect": dialect, "version": VERSION, "statements": statements})
+        echo_json({"dialect": dialect, "version": VERSION, "step": STEP, "statements": statements})
     else:
         click.echo(";\n\n".join(statements) + ";")
 
 
-def _schema(dialect: str, table: str, inbox: str, schema: str | None) -> Schema:
+def _schema(dialect: str, *, table: str, inbox: str, schema: str | None) -> Schema:
     if schema is not None and dialect != "postgresql":
         raise ConfigurationError(f"--schema is for PostgreSQL; {dialect} has one schema per database")
     names = Names(table=table, inbox=inbox, schema=schema)

@@ -13,7 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ....errors import StoreContentionError, StoreError, StoreTimeoutError, StoreUnavailableError
+from ....errors import (
+    StoreContentionError,
+    StoreError,
+    StoreFileMissingError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from ..errors import sqlite_error
 from ..statement import Result, Script, Statement, run
 from ..transactions.sqlite import FileTransactions
@@ -98,6 +104,13 @@ class SQLiteDriver:
             raise
         return result
 
+    async def create(self) -> None:
+        """Create an empty file unless there is one."""
+        try:
+            await asyncio.to_thread(self._path.touch)
+        except OSError as error:
+            raise StoreUnavailableError(f"{self._path} cannot be created: {error.strerror}") from error
+
     async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
         """Return at once: SQLite notifies nobody."""
 
@@ -125,8 +138,13 @@ def connected(path: Path, *, wal: bool, busy_timeout: timedelta, any_thread: boo
     """Open a file; on the connection, transactions are begun by name."""
     if not path.parent.is_dir():
         raise StoreUnavailableError(f"{path.parent} is not a directory; create it first")
+    if not path.exists():
+        raise StoreFileMissingError(path)
     patience = busy_timeout.total_seconds()
-    connection = sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=not any_thread)
+    uri = f"{path.absolute().as_uri()}?mode=rw"  # by default SQLite creates a file that is missing
+    connection = sqlite3.connect(
+        uri, uri=True, timeout=patience, isolation_level=None, check_same_thread=not any_thread
+    )
     try:
         if wal:
             _write_ahead(connection, patience)

@@ -1,0 +1,41 @@
+"""Adds messages to a store until SIGTERM, one transaction each, on the source of any commit; writes down their ids."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from postroom import Message
+from postroom.stores import open_url
+
+KEYS = (None, "a", "b", "c")
+
+
+async def main(url: str, journal: Path) -> None:
+    """Add until the signal comes."""
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    store: Any = open_url(url, namespace="shop")
+    await store.open()
+    outbox, transactions = store.outbox(), store.transactions()
+    number = 0
+    with journal.open("a") as written:
+        while not stopped.is_set():
+            message = Message(topic="orders", key=KEYS[number % len(KEYS)], payload=b"{}", namespace="shop")
+            async with transactions.begin() as transaction:
+                added = outbox.add(transaction.connection, message)
+                if inspect.isawaitable(added):
+                    await added
+            written.write(f"{message.id}\n")
+            written.flush()
+            number += 1
+            await asyncio.sleep(0.01)
+    await store.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
