@@ -25,6 +25,7 @@ __all__ = [
     "Settlement",
     "Stats",
     "Store",
+    "destination_name",
 ]
 
 #: How long a parked message waits at the most: nothing waits for ever for a dispatcher that died before it recovered.
@@ -220,3 +221,8 @@ class Store(Protocol):
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process until cancelled; return at once if there are none."""
         ...
+
+
+def destination_name(text: str) -> str:
+    """Return the name of a destination as every store takes it: one that a database refused would fail a whole batch."""
+    return text[:MAX_DESTINATION].replace("\x00", " ").encode(errors="replace").decode()

@@ -121,7 +121,7 @@ class Model:
         return {row.line: self._waiting(row.line, terms)[0] for row in self.rows if self._waiting(row.line, terms)}
 
     def _is_wanted(self, row: ModelRow, terms: ClaimTerms) -> bool:
-        return terms.tenant_id in {None, row.message.tenant_id} and row.message.topic not in terms.skip_topics
+        return terms.tenant_id in {None, row.message.tenant_id}
 
     def _is_ready(self, row: ModelRow, terms: ClaimTerms) -> bool:
         if row.status == "pending":
