@@ -58,9 +58,9 @@ from postroom.testing.waiting import until
 
 from . import test_schema as schemas
 from . import test_writers as writers
+from .rooms import Room
 from .test_inbox import DEADLOCK
 from .test_redis_store import cli
-from .test_schema import Room
 from .test_writers import LIBRARIES, Databases, Library, alchemy, awaited, look
 
 databases = writers.databases

@@ -74,8 +74,8 @@ MADE = [
     (errors.HandlerRejectedError("order.placed"), "since its match refused it"),
     (errors.NoDeliveryError(), "call this from a handler that a Consumer runs"),
     (errors.SchemaMissingError("t"), "run `postroom schema apply`"),
-    (errors.SchemaVersionError("t", 1, 2), "run `postroom schema apply`"),
-    (errors.SchemaVersionError("t", 2, 1), "upgrade postroom"),
+    (errors.SchemaVersionError("t", (3, 0), (3, 1)), "run `postroom schema apply`"),
+    (errors.SchemaVersionError("t", (4, 0), (3, 1)), "upgrade postroom"),
 ]
 
 

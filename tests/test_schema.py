@@ -9,11 +9,8 @@ import sqlite3
 import string
 import subprocess
 import sys
-from abc import ABC, abstractmethod
 from contextlib import ExitStack, closing
 from datetime import timedelta
-from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
 import psycopg
 import pymysql
@@ -23,112 +20,15 @@ from postroom.errors import InvalidNameError, SchemaError, SchemaMissingError, S
 from postroom.message import Message
 from postroom.outbox import Outbox
 from postroom.store import ClaimTerms, Delivered, Settlement
-from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
-from postroom.stores.sql.dialects.mysql import MySQL
-from postroom.stores.sql.dialects.postgres import PostgreSQL
+from postroom.stores import PostgresStore
 from postroom.stores.sql.dialects.sqlite import SQLite
 from postroom.stores.sql.names import Names
-from postroom.stores.sql.schemas.mysql import MySQLSchema
-from postroom.stores.sql.schemas.postgres import PostgresSchema
 from postroom.stores.sql.schemas.sqlite import SQLiteSchema
-from postroom.stores.sql.store import SQLStore
 from postroom.testing.clients import PostgresClient
 from postroom.writer import writer_of
+from tests.rooms import ROOMS, MariaDBRoom, PostgresRoom, Room, SQLiteRoom, applied, differences
 
-TABLE = "postroom_outbox"
-INBOX = "postroom_inbox"
-Connection: TypeAlias = Any  # three libraries, one PEP
 TERMS = ClaimTerms(worker=Message(topic="t", payload=b"").id)
-
-
-class Room(ABC):
-    """One database, with a plain connection beside the store."""
-
-    quote = '"'
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    @abstractmethod
-    def store(self, *, table: str = TABLE, schema: str | None = None, inbox: str = INBOX) -> SQLStore: ...
-
-    @abstractmethod
-    def connect(self) -> Connection:
-        """Return a connection of another library, on which every statement commits."""
-
-    @abstractmethod
-    def statements(self, names: Names) -> list[str]: ...
-
-    #: Lists everything that the database holds, with its definition.
-    catalog: str
-
-    def run(self, *texts: str) -> list[Any]:
-        with closing(self.connect()) as connection:
-            cursor = connection.cursor()
-            for text in texts:
-                cursor.execute(text)
-            rows = list(cursor.fetchall()) if cursor.description else []
-            cursor.close()
-            return rows
-
-    def everything(self) -> list[Any]:
-        return self.run(self.catalog)
-
-
-class SQLiteRoom(Room):
-    catalog = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
-
-    def store(self, *, table: str = TABLE, schema: str | None = None, inbox: str = INBOX) -> SQLiteStore:
-        return SQLiteStore(self.where, table=table, inbox=inbox)
-
-    def connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self.where, isolation_level=None)
-
-    def statements(self, names: Names) -> list[str]:
-        return SQLiteSchema(SQLite(names)).statements()
-
-
-class PostgresRoom(Room):
-    catalog = (
-        "SELECT nspname, relname, relkind::text, relfilenode FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace "
-        "WHERE nspname NOT LIKE 'pg\\_%' AND nspname <> 'information_schema' ORDER BY 1, 2"
-    )
-
-    def store(self, *, table: str = TABLE, schema: str | None = None, inbox: str = INBOX) -> PostgresStore:
-        return PostgresStore(self.where, table=table, schema=schema, inbox=inbox)
-
-    def connect(self) -> psycopg.Connection[Any]:
-        return psycopg.connect(self.where, autocommit=True)
-
-    def statements(self, names: Names) -> list[str]:
-        return PostgresSchema(PostgreSQL(names)).statements()
-
-
-class MariaDBRoom(Room):
-    quote = "`"
-    catalog = (
-        "SELECT table_name, table_type, create_time FROM information_schema.tables "
-        "WHERE table_schema = DATABASE() ORDER BY table_name"
-    )
-
-    def store(self, *, table: str = TABLE, schema: str | None = None, inbox: str = INBOX) -> MySQLStore:
-        return MySQLStore(self.where, table=table, inbox=inbox)
-
-    def connect(self) -> pymysql.Connection[Any]:
-        url = urlsplit(self.where)
-        return pymysql.connect(
-            host=url.hostname or "", port=url.port or 0, user="root", database=url.path[1:], autocommit=True
-        )
-
-    def statements(self, names: Names) -> list[str]:
-        return MySQLSchema(MySQL(names)).statements()
-
-
-ROOMS: dict[str, tuple[type[Room], str]] = {
-    "sqlite": (SQLiteRoom, "sqlite_path"),
-    "postgres": (PostgresRoom, "postgres_dsn"),
-    "mariadb": (MariaDBRoom, "mariadb_dsn"),
-}
 
 
 @pytest.fixture(params=ROOMS)
@@ -145,22 +45,6 @@ def postgres(postgres_dsn: str) -> PostgresRoom:
 @pytest.fixture
 def mariadb(mariadb_dsn: str) -> MariaDBRoom:
     return MariaDBRoom(mariadb_dsn)
-
-
-async def applied(room: Room, *, table: str = TABLE, schema: str | None = None) -> bool:
-    store = room.store(table=table, schema=schema)
-    try:
-        return await store.apply_schema()
-    finally:
-        await store.close()
-
-
-async def differences(room: Room, *, table: str = TABLE, schema: str | None = None) -> list[str]:
-    store = room.store(table=table, schema=schema)
-    try:
-        return await store.check_schema()
-    finally:
-        await store.close()
 
 
 # -- apply -------------------------------------------------------------------------------------------------------
@@ -277,8 +161,11 @@ async def test_apply_never_alters_a_table_but_says_what_is_wrong_with_it(room: R
 SABOTAGE: dict[tuple[str, str], list[str]] = {
     ("sqlite", "DROP INDEX postroom_outbox_ready"): ["index postroom_outbox_ready is missing"],
     ("sqlite", "DROP VIEW postroom_outbox_messages"): ["view postroom_outbox_messages is missing"],
-    ("sqlite", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 3"],
-    ("sqlite", "DROP TABLE postroom_outbox_version"): ["version is missing, should be 3"],
+    ("sqlite", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 3.1"],
+    ("sqlite", "DROP TABLE postroom_outbox_version"): [
+        "version is missing, should be 3.1",
+        *(f"column postroom_outbox_version.{name} is missing" for name in ("version", "applied_at", "step")),
+    ],
     (
         "sqlite",
         'DROP INDEX postroom_outbox_leased; CREATE INDEX "postroom_outbox_leased" ON "postroom_outbox" (namespace)',
@@ -360,7 +247,7 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
         )
     ],
     ("postgres", "DROP VIEW postroom_outbox_published"): ["view postroom_outbox_published is missing"],
-    ("postgres", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 3"],
+    ("postgres", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 3.1"],
     ("mariadb", "ALTER TABLE postroom_outbox MODIFY topic VARCHAR(249)"): [
         "column topic is 'varchar(249) DEFAULT NULL', should be 'varchar(249) NOT NULL'"
     ],
@@ -376,7 +263,7 @@ SABOTAGE: dict[tuple[str, str], list[str]] = {
     ],
     ("mariadb", "DROP VIEW postroom_outbox_published"): ["table or view postroom_outbox_published is missing"],
     ("mariadb", "DROP TABLE postroom_outbox_lock"): ["table or view postroom_outbox_lock is missing"],
-    ("mariadb", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 3"],
+    ("mariadb", "DELETE FROM postroom_outbox_version"): ["version is missing, should be 3.1"],
 }
 
 
@@ -397,7 +284,7 @@ async def test_check_of_an_empty_database_names_every_part_and_changes_nothing(r
 
     found = await differences(room)
 
-    assert "version is missing, should be 3" in found
+    assert "version is missing, should be 3.1" in found
     assert {"column id is missing", "column payload is missing"} <= set(found)
     assert {"column postroom_inbox.consumer is missing", "column postroom_inbox_dead.error is missing"} <= set(found)
     assert len(found) > 40
@@ -426,15 +313,15 @@ async def test_a_store_without_its_table_says_how_to_make_it(room: Room) -> None
     [
         (
             "INSERT INTO postroom_outbox_version (version) VALUES (99)",
-            "the schema of postroom_outbox has version 99, version 3 is needed; upgrade postroom",
+            "the schema of postroom_outbox has version 99, version 3.1 is needed; upgrade postroom",
         ),
         (
             "UPDATE postroom_outbox_version SET version = 0",
-            "the schema of postroom_outbox has version 0, version 3 is needed; run `postroom schema apply`",
+            "the schema of postroom_outbox has version 0.1, version 3.1 is needed; run `postroom schema apply`",
         ),
         (
             "DELETE FROM postroom_outbox_version",
-            "the schema of postroom_outbox has version 0, version 3 is needed; run `postroom schema apply`",
+            "the schema of postroom_outbox has version 0, version 3.1 is needed; run `postroom schema apply`",
         ),
     ],
 )
@@ -489,9 +376,9 @@ async def test_the_first_version_gets_an_inbox_and_keeps_its_messages(room: Room
     mended = [await store.apply_schema(), await store.apply_schema()]
 
     assert str(caught.value) == (
-        "the schema of postroom_outbox has version 1, version 3 is needed; run `postroom schema apply`"
+        "the schema of postroom_outbox has version 1, version 3.1 is needed; run `postroom schema apply`"
     )
-    assert found[0] == "version is 1, should be 3"
+    assert found[0] == "version is 1, should be 3.1"
     assert all(LATER.search(difference) for difference in found[1:])
     assert mended == [True, False]
     assert await store.check_schema() == []

@@ -413,11 +413,20 @@ class SchemaMissingError(SchemaError):
 class SchemaVersionError(SchemaError):
     """The schema is older or newer than this version of postroom."""
 
-    def __init__(self, table: str, found: int, needed: int) -> None:
+    def __init__(self, table: str, found: tuple[int, int], needed: tuple[int, int]) -> None:
         remedy = "run `postroom schema apply`" if found < needed else "upgrade postroom"
-        super().__init__(f"the schema of {table} has version {found}, version {needed} is needed; {remedy}")
+        super().__init__(
+            f"the schema of {table} has version {version_text(found)}, "
+            f"version {version_text(needed)} is needed; {remedy}"
+        )
         self.found = found
         self.needed = needed
+
+
+def version_text(version: tuple[int, int]) -> str:
+    """Return a version of the schema and its additional steps as ``3.1``, or ``3`` without any."""
+    number, step = version
+    return f"{number}.{step}" if step else str(number)
 
 
 class StoreError(PostroomError):

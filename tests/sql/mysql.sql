@@ -22,9 +22,13 @@ CREATE TABLE IF NOT EXISTS `postroom_outbox` (
     created_at DATETIME(6) NOT NULL,
     updated_at DATETIME(6) NOT NULL,
     delivered_at DATETIME(6),
+    destination VARCHAR(200),
+    parked BIGINT,
     ordered TINYINT GENERATED ALWAYS AS (`key` IS NOT NULL) VIRTUAL,
     unsettled TINYINT GENERATED ALWAYS AS
     (CASE WHEN `key` IS NOT NULL AND status IN ('pending', 'processing') THEN 1 END) VIRTUAL,
+    is_parked TINYINT GENERATED ALWAYS AS
+    (CASE WHEN status = 'pending' AND parked = token THEN 1 END) VIRTUAL,
     PRIMARY KEY (id),
     UNIQUE KEY `postroom_outbox_seq` (seq),
     UNIQUE KEY `postroom_outbox_dedupe` (namespace, topic, dedupe_key),
@@ -33,6 +37,7 @@ CREATE TABLE IF NOT EXISTS `postroom_outbox` (
     KEY `postroom_outbox_keyed` (namespace, unsettled, topic, `key`, seq),
     KEY `postroom_outbox_dead` (namespace, status, topic, `key`, seq),
     KEY `postroom_outbox_delivered` (namespace, status, delivered_at),
+    KEY `postroom_outbox_parked` (namespace, is_parked, destination, next_attempt_at, seq),
     CONSTRAINT `postroom_outbox_status_check` CHECK (status IN ('pending', 'processing', 'delivered', 'dead')),
     CONSTRAINT `postroom_outbox_worker_check` CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
     CONSTRAINT `postroom_outbox_lease_check` CHECK ((locked_by IS NULL) = (locked_until IS NULL))
@@ -97,10 +102,11 @@ CREATE TABLE IF NOT EXISTS `postroom_outbox_tickets` (
 
 CREATE TABLE IF NOT EXISTS `postroom_outbox_version` (
     version INT NOT NULL PRIMARY KEY,
-    applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)
+    applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
+    step INT
 ) ENGINE=InnoDB;
 
-INSERT IGNORE INTO `postroom_outbox_version` (version) VALUES (3);
+INSERT IGNORE INTO `postroom_outbox_version` (version, step) VALUES (3, 1);
 
 -- add one message
 INSERT INTO `postroom_outbox_lock` (number) VALUES (:number) ON DUPLICATE KEY UPDATE number = number;

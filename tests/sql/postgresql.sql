@@ -22,6 +22,8 @@ CREATE TABLE IF NOT EXISTS "postroom_outbox" (
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     delivered_at timestamptz,
+    destination text,
+    parked bigint,
     CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
     CHECK ((locked_by IS NULL) = (locked_until IS NULL))
 ) WITH (
@@ -50,9 +52,23 @@ WHERE status = 'dead';
 CREATE INDEX IF NOT EXISTS "postroom_outbox_delivered" ON "postroom_outbox" (namespace, delivered_at)
 WHERE status = 'delivered';
 
+CREATE INDEX IF NOT EXISTS "postroom_outbox_parked" ON "postroom_outbox" (namespace, destination, next_attempt_at, seq)
+WHERE status = 'pending' AND parked = token;
+
+CREATE OR REPLACE FUNCTION "postroom_outbox_json"(payload bytea) RETURNS jsonb
+LANGUAGE plpgsql IMMUTABLE STRICT AS $$
+BEGIN
+RETURN pg_catalog.convert_from(payload, 'UTF8')::pg_catalog.jsonb;
+EXCEPTION WHEN data_exception OR program_limit_exceeded THEN
+RETURN NULL;
+END
+$$;
+
+GRANT EXECUTE ON FUNCTION "postroom_outbox_json"(bytea) TO PUBLIC;
+
 CREATE OR REPLACE VIEW "postroom_outbox_published" AS
 SELECT seq AS id, created_at, topic, type AS event_type,
-CASE WHEN content_type = 'application/json' THEN convert_from(payload, 'UTF8')::jsonb END AS data,
+CASE WHEN content_type = 'application/json' THEN "postroom_outbox_json"(payload) END AS data,
 headers AS attributes, status = 'delivered' AS published
 FROM "postroom_outbox";
 
@@ -110,10 +126,11 @@ WHERE ended_at IS NOT NULL;
 
 CREATE TABLE IF NOT EXISTS "postroom_outbox_version" (
     version integer PRIMARY KEY,
-    applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    step integer
 );
 
-INSERT INTO "postroom_outbox_version" (version) SELECT 3 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
+INSERT INTO "postroom_outbox_version" (version, step) SELECT 3, 1 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
   WHERE version = 3);
 
 -- add one message

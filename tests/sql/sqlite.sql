@@ -22,6 +22,8 @@ CREATE TABLE IF NOT EXISTS "postroom_outbox" (
     created_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)),
     updated_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)),
     delivered_at INTEGER,
+    destination TEXT,
+    parked INTEGER,
     CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
     CHECK ((locked_by IS NULL) = (locked_until IS NULL))
 );
@@ -46,6 +48,9 @@ WHERE status = 'dead';
 
 CREATE INDEX IF NOT EXISTS "postroom_outbox_delivered" ON "postroom_outbox" (namespace, delivered_at)
 WHERE status = 'delivered';
+
+CREATE INDEX IF NOT EXISTS "postroom_outbox_parked" ON "postroom_outbox" (namespace, destination, next_attempt_at, seq)
+WHERE status = 'pending' AND parked = token;
 
 CREATE VIEW IF NOT EXISTS "postroom_outbox_published" AS
 SELECT seq AS id, strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000.0, 'unixepoch') AS created_at, topic,
@@ -112,10 +117,11 @@ WHERE ended_at IS NOT NULL;
 
 CREATE TABLE IF NOT EXISTS "postroom_outbox_version" (
     version INTEGER PRIMARY KEY,
-    applied_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))
+    applied_at INTEGER NOT NULL DEFAULT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)),
+    step INTEGER
 );
 
-INSERT INTO "postroom_outbox_version" (version) SELECT 3 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
+INSERT INTO "postroom_outbox_version" (version, step) SELECT 3, 1 WHERE NOT EXISTS (SELECT 1 FROM "postroom_outbox_version"
   WHERE version = 3);
 
 -- add one message

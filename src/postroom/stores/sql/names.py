@@ -19,7 +19,7 @@ _RULE = "a lower-case letter or _, then up to 44 of a-z 0-9 _; sqlite_ and pg_ a
 _RELATIONS = ("version", "lock", "published", "messages", "tickets")
 _OF_OUTBOX = (
     *_RELATIONS,
-    *("ready", "ready_keyed", "leased", "keyed", "dead", "dedupe", "delivered", "seq"),
+    *("ready", "ready_keyed", "leased", "keyed", "dead", "dedupe", "delivered", "parked", "seq"),
     *("status_check", "worker_check", "lease_check", "pkey", "version_pkey", "seq_seq"),
     *("tickets_due", "tickets_ended", "tickets_check", "tickets_pkey"),
 )
@@ -58,6 +58,7 @@ class Names:
             "outbox": prefix + quoted(self.table),
             **{suffix: quoted(f"{self.table}_{suffix}") for suffix in _OF_OUTBOX},
             **{suffix: prefix + quoted(f"{self.table}_{suffix}") for suffix in _RELATIONS},
+            "json": prefix + quoted(f"{self.table}_json"),
             "inbox": prefix + quoted(self.inbox),
             "inbox_dead": prefix + quoted(f"{self.inbox}_dead"),
             "inbox_processed": prefix + quoted(f"{self.inbox}_processed"),

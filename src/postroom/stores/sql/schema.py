@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, TypeAlias
 
-from ...errors import SchemaError, SchemaMissingError, SchemaVersionError
+from ...errors import SchemaError, SchemaMissingError, SchemaVersionError, version_text
 from .dialect import Dialect
 from .statement import Script
 
-__all__ = ["VERSION", "Group", "Schema"]
+__all__ = ["STEP", "VERSION", "Change", "Group", "Schema"]
 
-#: The version that this release reads and writes; the first one had no inbox, the second no tickets.
-VERSION = 3
+#: Changes only when something is removed or altered, so that releases of another version cannot work with it; the first
+#: one had no inbox, the second no tickets.
+VERSION: Final = 3
+#: How many additions this release needs on top of the version. A database may have more, which it does not look at.
+STEP: Final = 1
 #: Which tables belong together: those of a group are compared, and created, apart from the others.
-Group: TypeAlias = Literal["outbox", "inbox", "tickets"]
-_GROUPS: Final[Sequence[Group]] = ("outbox", "inbox", "tickets")
+Group: TypeAlias = Literal["outbox", "inbox", "tickets", "version"]
+_GROUPS: Final[Sequence[Group]] = ("outbox", "inbox", "tickets", "version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One part of the schema that a step adds to tables that are in use."""
+
+    #: The part as `Schema.describe` names it, with ``{table}`` for the name of the outbox.
+    part: str
+    texts: Sequence[str]
+    group: Group = "outbox"
+    #: Whether it may replace a part that is there but different: nothing is lost with a view or a function.
+    replaces: bool = False
+    #: Whether it runs in a transaction; otherwise `Schema.build` runs it.
+    is_atomic: bool = True
+    #: Drops what an attempt outside a transaction left behind when it failed.
+    undo: str = ""
 
 
 class Schema:
     """The tables, indexes and views of one outbox, its tickets and its inbox."""
 
+    #: Creates everything in an empty database; every statement may be run again.
     ddl: ClassVar[Mapping[Group, Sequence[str]]]
-    version_ddl: ClassVar[str]
+    #: What each step adds to the tables of the version, the first step first.
+    steps: ClassVar[Sequence[Sequence[Change]]]
     #: Counts the tables called ``:table``.
     exists: ClassVar[str]
 
@@ -30,17 +52,20 @@ class Schema:
         self.dialect = dialect
 
     def statements(self) -> list[str]:
-        """Return all of it as SQL, for migrations of your own."""
+        """Return the SQL that creates everything in an empty database."""
         return self._statements(_GROUPS)
 
     def _statements(self, groups: Sequence[Group]) -> list[str]:
         tables = [text for group in groups for text in self.ddl[group]]
-        return [self.dialect.sql(text).text for text in (*self.prepare(), *tables, self.version_ddl, self.record)]
+        return [self.dialect.sql(text).text for text in (*self.prepare(), *tables, self.record_version)]
 
-    #: Says in the version table that this version is there; to say it twice changes nothing.
-    record: ClassVar[str] = (
-        f"INSERT INTO {{version}} (version) SELECT {VERSION} "
+    #: Record in the version table what is there; to run them again changes nothing.
+    record_version: ClassVar[str] = (
+        f"INSERT INTO {{version}} (version, step) SELECT {VERSION}, {STEP} "
         f"WHERE NOT EXISTS (SELECT 1 FROM {{version}} WHERE version = {VERSION})"
+    )
+    record_step: ClassVar[str] = (
+        f"UPDATE {{version}} SET step = {STEP} WHERE version = {VERSION} AND COALESCE(step, 0) < {STEP}"
     )
 
     def prepare(self) -> Sequence[str]:
@@ -59,19 +84,94 @@ class Schema:
         """Let other runs of `apply` go on; by default the end of the transaction does."""
         yield from ()
 
+    def be_brief(self) -> Script[None]:
+        """Let statements wait for a table only briefly; by default they do not wait."""
+        yield from ()
+
+    def be_patient(self) -> Script[None]:
+        """Undo `be_brief`; by default the end of the transaction does."""
+        yield from ()
+
     def apply(self) -> Script[bool]:
-        """Create what is missing; tell whether anything was. Safe to run twice, and to run at once."""
+        """Create and add what is missing in one transaction; return whether anything was."""
+        due = yield from self.due()
+        for change in due:
+            yield from self.make(change)
+        is_mended = yield from self.mend()
+        return is_mended or bool(due)
+
+    def due(self) -> Script[list[Change]]:
+        """Return what is to be added to tables that are there."""
         yield from self.take_time()
         yield from self.lock()
         try:
             found = yield from self.current()
-            if found is not None and found > VERSION:
-                raise SchemaVersionError(self.dialect.names.table, found, VERSION)
+            if found is not None and found[0] > VERSION:
+                raise SchemaVersionError(self.dialect.names.table, found, (VERSION, STEP))
+            due: list[Change] = []
+            for group in _GROUPS:
+                due += yield from self._due(group)
+        finally:
+            yield from self.unlock()
+        return due
+
+    def _due(self, group: Group) -> Script[list[Change]]:
+        changes = [change for step in self.steps for change in step if change.group == group]
+        table = next(iter(self.tables(group)))
+        there = yield self.dialect.query(self.exists, **self._table(table))
+        if not changes or not there.rows[0][0]:
+            return []
+        found = yield from self.describe(group)
+        wanted = yield from self.wanted(group)
+        return [change for change in changes if self._is_due(change, found, wanted)]
+
+    def _is_due(self, change: Change, found: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+        part = self.part(change)
+        if part not in found:
+            return True
+        return found[part] != wanted[part] and (change.replaces or bool(change.undo))
+
+    def part(self, change: Change) -> str:
+        """Return the name of the part that a change adds."""
+        return change.part.format(table=self.dialect.names.table)
+
+    def make(self, change: Change) -> Script[None]:
+        """Add one part, unless another run has added it meanwhile."""
+        if not change.is_atomic:
+            yield from self.build(change)
+            return
+        yield from self.take_time()
+        yield from self.lock()
+        try:
+            if change in (yield from self._due(change.group)):
+                yield from self.be_brief()
+                try:
+                    yield from self.execute(change)
+                finally:
+                    yield from self.be_patient()
+        finally:
+            yield from self.unlock()
+
+    def build(self, change: Change) -> Script[None]:
+        """Add a part outside a transaction."""
+        raise NotImplementedError
+
+    def execute(self, change: Change) -> Script[None]:
+        """Run the statements of a change."""
+        for text in change.texts:
+            yield self.dialect.sql(text)
+
+    def mend(self) -> Script[bool]:
+        """Create what is missing, and record the version; return whether there was anything to do."""
+        yield from self.take_time()
+        yield from self.lock()
+        try:
+            found = yield from self.current()
             differing: list[Group] = []
             for group in _GROUPS:
                 if (yield from self._differences(group)):
                     differing.append(group)  # noqa: PERF401 -- a comprehension cannot yield
-            is_due = bool(differing) or found != VERSION
+            is_due = bool(differing) or not _is_enough(found)
             if is_due:
                 yield from self._create(differing)
         finally:
@@ -80,38 +180,47 @@ class Schema:
 
     def _create(self, groups: Sequence[Group]) -> Script[None]:
         # A table that is as it should be is left alone: PostgreSQL locks it even for an index that is there already.
-        for text in self._statements(groups):
+        for text in (*self._statements(groups), self.record_step):
             yield self.dialect.sql(text)
         left = yield from self.check()
         if left:
             # Nothing is ever altered or dropped here: that may lock the table for long, or lose data.
             raise SchemaError(f"{self.dialect.names.table} is there but not as needed; repair it: {'; '.join(left)}")
 
-    def current(self) -> Script[int | None]:
-        """Return the version that is there, None if there is none."""
+    def current(self) -> Script[tuple[int, int] | None]:
+        """Return the version and the step that are there, None if there is none."""
         table = f"{self.dialect.names.table}_version"
         there = yield self.dialect.query(self.exists, **self._table(table))
         if not there.rows[0][0]:
             return None
-        found = yield self.dialect.query("SELECT max(version) FROM {version}")
-        version: int | None = found.rows[0][0]
-        return version
+        found = yield self.dialect.query(self._current)
+        version, step = found.rows[0]
+        return None if version is None else (version, step or 0)
+
+    # Before the first step the table has no column of that name; the name then means the 0 of the outer query.
+    _current: ClassVar[str] = """
+        SELECT version, (SELECT step FROM {version} WHERE version = newest.version)
+        FROM (SELECT max(version) AS version, 0 AS step FROM {version}) AS newest
+        """
 
     def verify(self) -> Script[None]:
-        """Raise the error that tells what to do, unless the version is the right one."""
+        """Raise the error that says what to do, unless version and step are sufficient."""
         table = self.dialect.names.table
         there = yield self.dialect.query(self.exists, **self._table(table))
         found = yield from self.current()
         if not there.rows[0][0]:
             raise SchemaMissingError(table)
-        if found != VERSION:
-            raise SchemaVersionError(table, found or 0, VERSION)
+        if not _is_enough(found):
+            raise SchemaVersionError(table, found or (0, 0), (VERSION, STEP))
 
     def check(self) -> Script[list[str]]:
         """Return every difference between what is there and what should be, as sentences."""
         yield from self.take_time()
-        version = yield from self.current()
-        differences = [] if version == VERSION else [f"version is {version or 'missing'}, should be {VERSION}"]
+        found = yield from self.current()
+        differences: list[str] = []
+        if not _is_enough(found):
+            version = "missing" if found is None else version_text(found)
+            differences.append(f"version is {version}, should be {version_text((VERSION, STEP))}")
         for group in _GROUPS:
             differences += yield from self._differences(group)
         return differences
@@ -135,8 +244,8 @@ class Schema:
         names = self.dialect.names
         if group == "outbox":
             return {names.table: ""}
-        if group == "tickets":
-            return {f"{names.table}_tickets": f"{names.table}_tickets."}
+        if group != "inbox":
+            return {f"{names.table}_{group}": f"{names.table}_{group}."}
         return {table: f"{table}." for table in (names.inbox, f"{names.inbox}_dead")}
 
     def describe(self, group: Group) -> Script[dict[str, str]]:
@@ -146,3 +255,7 @@ class Schema:
     def wanted(self, group: Group) -> Script[dict[str, str]]:
         """Return what `describe` should find."""
         raise NotImplementedError
+
+
+def _is_enough(found: tuple[int, int] | None) -> bool:
+    return found is not None and found[0] == VERSION and found[1] >= STEP

@@ -35,6 +35,7 @@ from .schemas.mysql import MySQLSchema
 from .schemas.postgres import PostgresSchema
 from .schemas.sqlite import SQLiteSchema
 from .statement import Result, Row, Script, Statement, run
+from .upgrade import SCHEMA_TIMEOUT, apply_schema
 from .url import Place
 
 __all__ = ["MySQLStore", "PostgresStore", "SQLStore", "SQLiteStore"]
@@ -43,8 +44,6 @@ T = TypeVar("T")
 
 WEEK = timedelta(days=7)
 TIMEOUT = timedelta(seconds=10)
-#: DDL may have to wait for other transactions.
-SCHEMA_TIMEOUT = timedelta(minutes=5)
 #: How often suspects are asked for first, so that a constant load cannot starve them.
 SUSPECTS_EVERY = 16
 #: How many claims in a row may leave out the messages with a key, or those without one.
@@ -120,8 +119,8 @@ class SQLStore:
         await self._driver.close()
 
     async def apply_schema(self) -> bool:
-        """Create or bring up to date the tables; tell whether there was anything to do."""
-        return await self._driver.run(self.schema.apply(), timeout=SCHEMA_TIMEOUT)
+        """Create the tables or bring them up to date while they are in use; return whether there was anything to do."""
+        return await apply_schema(self.schema, self._driver)
 
     async def check_schema(self) -> list[str]:
         """Return how the tables differ from what this version needs; nothing is changed."""

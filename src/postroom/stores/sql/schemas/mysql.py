@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from ....errors import StoreContentionError
-from ..schema import VERSION, Group, Schema
+from ..schema import STEP, VERSION, Change, Group, Schema
 from ..statement import Script
 
 __all__ = ["MySQLSchema"]
@@ -18,13 +18,14 @@ _LINE = re.compile(r"^(?:(PRIMARY KEY|UNIQUE KEY|KEY|CONSTRAINT) )?(?:`(\w+)` ?)
 class MySQLSchema(Schema):
     """Tables of MySQL; a wanted one is built as a temporary table, for the server to describe both."""
 
-    version_ddl = """
+    version: ClassVar[str] = """
         CREATE TABLE IF NOT EXISTS {version} (
             version INT NOT NULL PRIMARY KEY,
-            applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)
+            applied_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6),
+            step INT
         ) ENGINE=InnoDB
         """
-    record: ClassVar[str] = f"INSERT IGNORE INTO {{version}} (version) VALUES ({VERSION})"
+    record_version: ClassVar[str] = f"INSERT IGNORE INTO {{version}} (version, step) VALUES ({VERSION}, {STEP})"
     exists = "SELECT count(*) FROM information_schema.tables WHERE table_schema = DATABASE() AND table_name = :table"
     outbox: ClassVar[str] = """
         CREATE TABLE IF NOT EXISTS {outbox} (
@@ -49,9 +50,13 @@ class MySQLSchema(Schema):
             created_at DATETIME(6) NOT NULL,
             updated_at DATETIME(6) NOT NULL,
             delivered_at DATETIME(6),
+            destination VARCHAR(200),
+            parked BIGINT,
             ordered TINYINT GENERATED ALWAYS AS ({key} IS NOT NULL) VIRTUAL,
             unsettled TINYINT GENERATED ALWAYS AS
                 (CASE WHEN {key} IS NOT NULL AND status IN ('pending', 'processing') THEN 1 END) VIRTUAL,
+            is_parked TINYINT GENERATED ALWAYS AS
+                (CASE WHEN status = 'pending' AND parked = token THEN 1 END) VIRTUAL,
             PRIMARY KEY (id),
             UNIQUE KEY {seq} (seq),
             UNIQUE KEY {dedupe} (namespace, topic, dedupe_key),
@@ -60,6 +65,7 @@ class MySQLSchema(Schema):
             KEY {keyed} (namespace, unsettled, topic, {key}, seq),
             KEY {dead} (namespace, status, topic, {key}, seq),
             KEY {delivered} (namespace, status, delivered_at),
+            KEY {parked} (namespace, is_parked, destination, next_attempt_at, seq),
             CONSTRAINT {status_check} CHECK (status IN ('pending', 'processing', 'delivered', 'dead')),
             CONSTRAINT {worker_check} CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
             CONSTRAINT {lease_check} CHECK ((locked_by IS NULL) = (locked_until IS NULL))
@@ -113,6 +119,7 @@ class MySQLSchema(Schema):
         "outbox": (outbox,),
         "inbox": (inbox, dead),
         "tickets": (tickets,),
+        "version": (version,),
     }
     ddl: ClassVar[Mapping[Group, Sequence[str]]] = {
         "outbox": (
@@ -142,11 +149,38 @@ class MySQLSchema(Schema):
             """,
         ),
         "tickets": (tickets,),
+        "version": (version,),
     }
+    # Apart from each other, since MySQL adds a virtual column at once only if nothing else is changed with it.
+    steps: ClassVar[Sequence[Sequence[Change]]] = (
+        (
+            Change(group="version", part="column {table}_version.step", texts=("ALTER TABLE {version} ADD step INT",)),
+            Change(part="column destination", texts=("ALTER TABLE {outbox} ADD destination VARCHAR(200)",)),
+            Change(part="column parked", texts=("ALTER TABLE {outbox} ADD parked BIGINT",)),
+            Change(
+                part="column is_parked",
+                texts=(
+                    """
+                    ALTER TABLE {outbox} ADD is_parked TINYINT GENERATED ALWAYS AS
+                        (CASE WHEN status = 'pending' AND parked = token THEN 1 END) VIRTUAL
+                    """,
+                ),
+            ),
+            Change(
+                part="key {table}_parked",
+                texts=(
+                    """
+                    ALTER TABLE {outbox} ADD KEY {parked} (namespace, is_parked, destination, next_attempt_at, seq),
+                        ALGORITHM=INPLACE, LOCK=NONE
+                    """,
+                ),
+            ),
+        ),
+    )
 
     # A hash, because the server's locks have names of at most 64 characters.
-    locking: ClassVar[str] = "SELECT GET_LOCK(MD5(CONCAT(DATABASE(), '.', :table)), 60)"
-    unlocking: ClassVar[str] = "SELECT RELEASE_LOCK(MD5(CONCAT(DATABASE(), '.', :table)))"
+    locking: ClassVar[str] = "SELECT GET_LOCK(SHA2(CONCAT(DATABASE(), '.', :table), 256), 60)"
+    unlocking: ClassVar[str] = "SELECT RELEASE_LOCK(SHA2(CONCAT(DATABASE(), '.', :table), 256))"
 
     def lock(self) -> Script[None]:
         # DDL commits by itself, so the lock belongs to the connection.
@@ -156,6 +190,13 @@ class MySQLSchema(Schema):
 
     def unlock(self) -> Script[None]:
         yield self.dialect.query(self.unlocking, table=self.dialect.names.table)
+
+    def be_brief(self) -> Script[None]:
+        # The shortest wait there is: whatever comes after a statement that waits for a table waits behind it.
+        yield self.dialect.sql("SET SESSION lock_wait_timeout = 1")
+
+    def be_patient(self) -> Script[None]:
+        yield self.dialect.sql("SET SESSION lock_wait_timeout = DEFAULT")
 
     def describe(self, group: Group) -> Script[dict[str, str]]:
         parts: dict[str, str] = {}

@@ -4,23 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from ..dialects.postgres import PostgreSQL, lock_number
 from ..names import TEMPORARY
-from ..schema import Group, Schema
+from ..schema import Change, Group, Schema
 from ..statement import Row, Script
 
 __all__ = ["PostgresSchema"]
+
+#: How the description of an index ends whose creation failed or is not over yet.
+_INVALID: Final = "INVALID"
+_PARKED: Final = """{parked} ON {outbox} (namespace, destination, next_attempt_at, seq)
+        WHERE status = 'pending' AND parked = token
+        """
+# A cast that fails would fail the whole query, and before version 16 SQL cannot ask first whether text is JSON. A role
+# that may read the view must be allowed to call the function, even where that is not the default.
+_JSON: Final = (
+    """
+        CREATE OR REPLACE FUNCTION {json}(payload bytea) RETURNS jsonb
+        LANGUAGE plpgsql IMMUTABLE STRICT AS $$
+        BEGIN
+            RETURN pg_catalog.convert_from(payload, 'UTF8')::pg_catalog.jsonb;
+        EXCEPTION WHEN data_exception OR program_limit_exceeded THEN
+            RETURN NULL;
+        END
+        $$
+        """,
+    "GRANT EXECUTE ON FUNCTION {json}(bytea) TO PUBLIC",
+)
+_PUBLISHED: Final = """
+        CREATE OR REPLACE VIEW {published} AS
+        SELECT seq AS id, created_at, topic, type AS event_type,
+               CASE WHEN content_type = 'application/json' THEN {json}(payload) END AS data,
+               headers AS attributes, status = 'delivered' AS published
+        FROM {outbox}
+        """
 
 
 class PostgresSchema(Schema):
     """Tables of PostgreSQL; the wanted ones are built as temporary tables, for the server to describe both."""
 
-    version_ddl = """
+    version: ClassVar[str] = """
         CREATE TABLE IF NOT EXISTS {version} (
             version integer PRIMARY KEY,
-            applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+            applied_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+            step integer
         )
         """
     exists = """
@@ -51,6 +80,8 @@ class PostgresSchema(Schema):
             created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
             updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
             delivered_at timestamptz,
+            destination text,
+            parked bigint,
             CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
             CHECK ((locked_by IS NULL) = (locked_until IS NULL))
         ) WITH (
@@ -86,13 +117,9 @@ class PostgresSchema(Schema):
         CREATE INDEX IF NOT EXISTS {delivered} ON {outbox} (namespace, delivered_at)
         WHERE status = 'delivered'
         """,
-        """
-        CREATE OR REPLACE VIEW {published} AS
-        SELECT seq AS id, created_at, topic, type AS event_type,
-               CASE WHEN content_type = 'application/json' THEN convert_from(payload, 'UTF8')::jsonb END AS data,
-               headers AS attributes, status = 'delivered' AS published
-        FROM {outbox}
-        """,
+        f"CREATE INDEX IF NOT EXISTS {_PARKED}",
+        *_JSON,
+        _PUBLISHED,
         """
         CREATE OR REPLACE VIEW {messages} AS
         SELECT id, payload, headers AS properties, created_at, delivered_at AS published_at, attempts, last_error,
@@ -158,7 +185,33 @@ class PostgresSchema(Schema):
         WHERE ended_at IS NOT NULL
         """,
     )
-    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {"outbox": outbox, "inbox": inbox, "tickets": tickets}
+    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {
+        "outbox": outbox,
+        "inbox": inbox,
+        "tickets": tickets,
+        "version": (version,),
+    }
+    steps: ClassVar[Sequence[Sequence[Change]]] = (
+        (
+            Change(
+                group="version",
+                part="column {table}_version.step",
+                texts=("ALTER TABLE {version} ADD COLUMN IF NOT EXISTS step integer",),
+            ),
+            Change(
+                part="column destination", texts=("ALTER TABLE {outbox} ADD COLUMN IF NOT EXISTS destination text",)
+            ),
+            Change(part="column parked", texts=("ALTER TABLE {outbox} ADD COLUMN IF NOT EXISTS parked bigint",)),
+            Change(
+                part="index {table}_parked",
+                texts=(f"CREATE INDEX CONCURRENTLY IF NOT EXISTS {_PARKED}",),
+                undo="DROP INDEX CONCURRENTLY IF EXISTS {prefix}{parked}",
+                is_atomic=False,
+            ),
+            Change(part="function {table}_json", texts=_JSON, replaces=True),
+            Change(part="view {table}_published", texts=(_PUBLISHED,), replaces=True),
+        ),
+    )
 
     def __init__(self, dialect: PostgreSQL) -> None:
         super().__init__(dialect)
@@ -168,6 +221,7 @@ class PostgresSchema(Schema):
         dialect.identifiers["regnamespace"] = (
             "pg_my_temp_schema()" if schema == TEMPORARY else f"(SELECT oid FROM pg_namespace WHERE nspname = {named})"
         )
+        dialect.identifiers["prefix"] = "" if schema is None else f'"{schema}".'
 
     def prepare(self) -> Sequence[str]:
         schema = self.dialect.names.schema
@@ -183,6 +237,39 @@ class PostgresSchema(Schema):
             number = lock_number("postroom", kind, table)
             yield self.dialect.query("SELECT pg_advisory_xact_lock(:number::bigint)", number=number)
 
+    def be_brief(self) -> Script[None]:
+        yield self.dialect.query("SELECT set_config('lock_timeout', '200', true)")
+
+    def build(self, change: Change) -> Script[None]:
+        """Create an index while others write; what an earlier attempt left behind half-made is dropped first."""
+        limit = yield self.dialect.query("SELECT current_setting('statement_timeout')")
+        number = lock_number("postroom", "build", self.dialect.names.table)
+        yield from self._set_limit("0", unless=limit.rows[0][0])
+        yield from self._lock_builds(number)
+        try:
+            found = yield from self.describe(change.group)
+            definition = found.get(self.part(change))
+            if definition is not None and definition.endswith(_INVALID):
+                yield self.dialect.sql(change.undo)
+            if definition is None or definition.endswith(_INVALID):
+                yield from self.execute(change)
+        finally:
+            yield self.dialect.query("SELECT pg_advisory_unlock(:number::bigint)", number=number)
+            yield from self._set_limit(limit.rows[0][0], unless="0")
+
+    def _set_limit(self, limit: str, *, unless: str) -> Script[None]:
+        # SET LOCAL ends with a transaction, in which no index can be built concurrently.
+        if limit != unless:
+            yield self.dialect.query("SELECT set_config('statement_timeout', :limit::text, false)", limit=limit)
+
+    def _lock_builds(self, number: int) -> Script[None]:
+        # A statement that waits for the lock would keep its snapshot, and the build waits for every older snapshot.
+        while True:
+            taken = yield self.dialect.query("SELECT pg_try_advisory_lock(:number::bigint)", number=number)
+            if taken.rows[0][0]:
+                return
+            yield self.dialect.query("SELECT pg_sleep(0.2)")
+
     def describe(self, group: Group) -> Script[dict[str, str]]:
         rows: list[Row] = []
         for table, prefix in self.tables(group).items():
@@ -191,16 +278,22 @@ class PostgresSchema(Schema):
         views = {
             "outbox": [f"{names.table}_published", f"{names.table}_messages"],
             "inbox": [f"{names.inbox}_processed"],
-            "tickets": list[str](),
-        }[group]
+        }.get(group, [])
         shown = yield self.dialect.query(
             """
             SELECT 'view ' || relname, string_agg(attname, ', ' ORDER BY attnum)
+                   || CASE WHEN strpos(pg_get_viewdef(pg_class.oid), :guard::text) > 0 THEN ' by ' || :guard ELSE '' END
             FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid
             WHERE relkind = 'v' AND relnamespace = {regnamespace} AND relname = ANY (:views::text[])
-            GROUP BY relname
+            GROUP BY pg_class.oid, relname
+            UNION ALL
+            SELECT 'function ' || proname, btrim(regexp_replace(prosrc, '\\s+', ' ', 'g'))
+            FROM pg_proc
+            WHERE pronamespace = {regnamespace} AND proname = :guard AND :is_outbox::boolean
             """,
             views=views,
+            guard=f"{names.table}_json",
+            is_outbox=group == "outbox",
         )
         return dict(tuple(row) for row in (*rows, *shown.rows))
 
@@ -233,13 +326,14 @@ class PostgresSchema(Schema):
             SELECT 'index ' || indexed.relname,
                    concat_ws(' ', CASE WHEN indisunique THEN 'UNIQUE' END,
                              split_part(pg_get_indexdef(indexrelid), ' USING ', 2),
-                             CASE WHEN NOT indisvalid THEN 'INVALID' END)
+                             CASE WHEN NOT indisvalid THEN :invalid::text END)
             FROM pg_index
             JOIN pg_class AS indexed ON indexed.oid = indexrelid
             JOIN pg_class ON pg_class.oid = indrelid
             WHERE pg_class.relname = :table::text AND pg_class.relnamespace = {regnamespace}
             """,
             table=table,
+            invalid=_INVALID,
         )
         return [*columns.rows, *constraints.rows, *indexes.rows]
 

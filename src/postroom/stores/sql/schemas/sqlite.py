@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
-from ..schema import Group, Schema
+from ..schema import Change, Group, Schema
 from ..statement import Script
 
 __all__ = ["SQLiteSchema"]
 
 _CREATED = re.compile(r'CREATE (?:UNIQUE )?(TABLE|INDEX|VIEW) (?:IF NOT EXISTS )?"(\w+)"')
+_PIECE = re.compile(r"""'[^']*'|"[^"]*"|[(),]|[^'"(),]+""")
+_PARKED: Final = """
+        CREATE INDEX IF NOT EXISTS {parked} ON {outbox} (namespace, destination, next_attempt_at, seq)
+        WHERE status = 'pending' AND parked = token
+        """
 
 
 class SQLiteSchema(Schema):
     """Tables of SQLite; the text that made them is what is compared."""
 
-    version_ddl = """
+    version: ClassVar[str] = """
         CREATE TABLE IF NOT EXISTS {version} (
             version INTEGER PRIMARY KEY,
-            applied_at INTEGER NOT NULL DEFAULT ({now})
+            applied_at INTEGER NOT NULL DEFAULT ({now}),
+            step INTEGER
         )
         """
     exists = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = :table"
@@ -49,6 +55,8 @@ class SQLiteSchema(Schema):
             created_at INTEGER NOT NULL DEFAULT ({now}),
             updated_at INTEGER NOT NULL DEFAULT ({now}),
             delivered_at INTEGER,
+            destination TEXT,
+            parked INTEGER,
             CHECK ((status = 'processing') = (locked_by IS NOT NULL)),
             CHECK ((locked_by IS NULL) = (locked_until IS NULL))
         )
@@ -81,6 +89,7 @@ class SQLiteSchema(Schema):
         CREATE INDEX IF NOT EXISTS {delivered} ON {outbox} (namespace, delivered_at)
         WHERE status = 'delivered'
         """,
+        _PARKED,
         """
         CREATE VIEW IF NOT EXISTS {published} AS
         SELECT seq AS id, strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000.0, 'unixepoch') AS created_at, topic,
@@ -158,7 +167,22 @@ class SQLiteSchema(Schema):
         WHERE ended_at IS NOT NULL
         """,
     )
-    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {"outbox": outbox, "inbox": inbox, "tickets": tickets}
+    ddl: ClassVar[Mapping[Group, Sequence[str]]] = {
+        "outbox": outbox,
+        "inbox": inbox,
+        "tickets": tickets,
+        "version": (version,),
+    }
+    steps: ClassVar[Sequence[Sequence[Change]]] = (
+        (
+            Change(
+                group="version", part="column {table}_version.step", texts=("ALTER TABLE {version} ADD step INTEGER",)
+            ),
+            Change(part="column destination", texts=("ALTER TABLE {outbox} ADD destination TEXT",)),
+            Change(part="column parked", texts=("ALTER TABLE {outbox} ADD parked INTEGER",)),
+            Change(part="index {table}_parked", texts=(_PARKED,)),
+        ),
+    )
 
     def describe(self, group: Group) -> Script[dict[str, str]]:
         tables = self.tables(group)
@@ -184,10 +208,22 @@ def _parts(texts: Sequence[str], tables: Mapping[str, str]) -> dict[str, str]:
             parts[f"{created[1].lower()} {created[2]}"] = " ".join(text[created.end() :].split())
             continue
         prefix = tables[created[2]]
-        for line in (line.strip().rstrip(",") for line in text.splitlines()[1:-1]):
-            name, _, definition = line.partition(" ")
+        for item in _items(text[created.end() :]):
+            name, _, definition = item.partition(" ")
             if name in {"CHECK", "PRIMARY"}:
-                parts[f"constraint {line} of {created[2]}" if prefix else f"check {definition}"] = definition
+                parts[f"constraint {item} of {created[2]}" if prefix else f"check {definition}"] = definition
             else:
                 parts[f"column {prefix}{name.strip(chr(34))}"] = definition
     return parts
+
+
+def _items(text: str) -> list[str]:
+    """Return what stands between the outer brackets, item by item; columns that were added share a line."""
+    items, depth = [""], 0
+    for piece in _PIECE.findall(text[text.index("(") + 1 : text.rindex(")")]):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += piece
+    return [" ".join(item.split()) for item in items]
