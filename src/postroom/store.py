@@ -102,7 +102,7 @@ class ClaimTerms:
     on_dead: OnDead = "block"
     #: Claim messages of this tenant only; None claims all.
     tenant_id: UUID | None = None
-    #: The most bytes of payloads and headers that one claim returns; a single message may be larger. None sets no limit.
+    #: The most bytes of payloads and headers that one claim returns; a single message may be larger. None: no limit.
     max_bytes: int | None = None
     #: Look for due messages from the newest on, to find those behind a backlog that cannot be delivered.
     newest_first: bool = False
@@ -224,5 +224,5 @@ class Store(Protocol):
 
 
 def destination_name(text: str) -> str:
-    """Return the name of a destination as every store takes it: one that a database refused would fail a whole batch."""
+    """Return the name of a destination as every store takes it; one that a database refused would fail its batch."""
     return text[:MAX_DESTINATION].replace("\x00", " ").encode(errors="replace").decode()

@@ -105,7 +105,9 @@ class RedisStreamStore(StoreInRedis):
             replicas=replicas,
             timeout=timeout,
         )
-        self.features: Features = Features(wakeups=True, requires_transaction=False, ordered=False, dedupes=False, parks=False)
+        self.features: Features = Features(
+            wakeups=True, requires_transaction=False, ordered=False, dedupes=False, parks=False
+        )
         self.consumer: str = consumer or f"{socket.gethostname()[:50]}-{os.getpid()}-{uuid4().hex}"
         self._group = group
         self._marshal = marshal

@@ -247,7 +247,7 @@ def _fitting(rows: Sequence[Row], terms: ClaimTerms) -> list[Any]:
 
 
 def in_order(text: str, terms: ClaimTerms) -> str:
-    """Return a statement that looks for due rows from the oldest on, as one that begins at the end its terms ask for."""
+    """Return a statement that looks for due rows from the oldest on, turned round if the terms ask for the newest."""
     return text.replace(_OLDEST_FIRST, _NEWEST_FIRST) if terms.newest_first else text
 
 

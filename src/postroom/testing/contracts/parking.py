@@ -47,10 +47,12 @@ class ParkingContract:
         await harness.add(numbered(1), numbered(2))
         one, two = await harness.store.claim(10, TERMS)
 
-        lost = await harness.store.settle([
-            Settlement(one, Release(timedelta(microseconds=1), destination="east")),
-            Settlement(two, Release()),
-        ])
+        lost = await harness.store.settle(
+            [
+                Settlement(one, Release(timedelta(microseconds=1), destination="east")),
+                Settlement(two, Release()),
+            ]
+        )
         claimed = await _claim_all(harness)
         await harness.advance(30 * MINUTE)
         later = await harness.store.claim(10, terms(max_attempts=1))
@@ -305,10 +307,12 @@ class ParkingContract:
         await harness.add(numbered(1), numbered(2))
         one, two = await harness.store.claim(10, TERMS)
 
-        lost = await harness.store.settle([
-            Settlement(one, Release(5 * MINUTE, destination="east")),
-            Settlement(two, Release(destination="east")),
-        ])
+        lost = await harness.store.settle(
+            [
+                Settlement(one, Release(5 * MINUTE, destination="east")),
+                Settlement(two, Release(destination="east")),
+            ]
+        )
         at_once = await harness.store.claim(10, TERMS)
         await harness.advance(6 * MINUTE)
 

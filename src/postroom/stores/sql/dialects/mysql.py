@@ -44,6 +44,7 @@ class MySQL(Dialect):
     by_key = " FORCE INDEX ({keyed})"
     by_dead = " FORCE INDEX ({dead})"
     by_parked = " FORCE INDEX ({parked})"
+    is_parked = "is_parked = 1"
     # Comparing pairs would read the whole index.
     after_key = "(topic > :topic OR (topic = :topic AND {key} > :key))"
     age_since_due = "TIMESTAMPDIFF(MICROSECOND, next_attempt_at, {now}) / 1000000"
