@@ -261,20 +261,9 @@ UPDATE `postroom_outbox` SET locked_until = UTC_TIMESTAMP(6) + INTERVAL :duratio
   WHERE id IN :ids;
 
 -- list destinations with parked messages
-WITH RECURSIVE names (destination, place) AS (
-    SELECT destination, 1
-    FROM (
-        SELECT destination FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_parked`)
-        WHERE is_parked = 1 AND namespace = :namespace AND destination > :after
-        ORDER BY destination LIMIT 1) AS first
-    UNION ALL
-    SELECT (
-        SELECT destination FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_parked`)
-        WHERE is_parked = 1 AND namespace = :namespace AND destination > names.destination
-        ORDER BY destination LIMIT 1), names.place + 1
-    FROM names
-    WHERE names.destination IS NOT NULL AND names.place < :limit)
-SELECT destination FROM names WHERE destination IS NOT NULL ORDER BY place;
+SELECT destination FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_parked`)
+WHERE is_parked = 1 AND namespace = :namespace AND destination > :after
+ORDER BY destination LIMIT :limit;
 
 -- unpark
 SELECT id FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_parked`)

@@ -20,6 +20,8 @@ __all__ = ["MySQL"]
 _MICROSECOND = timedelta(microseconds=1)
 #: Keys share this many locks: enough that few meet, and a table that does not grow.
 _LOCKS = 1024
+#: How many parked rows are looked at to find their destinations: many destinations have few rows each.
+_STEP = 50
 
 
 class MySQL(Dialect):
@@ -125,6 +127,25 @@ class MySQL(Dialect):
             yield self.sql(
                 "INSERT INTO {lock} (number) VALUES (:number) ON DUPLICATE KEY UPDATE number = number", number=number
             )
+
+    # -- parked ------------------------------------------------------------------------------------------------
+
+    def parked(self, namespace: str, after: str, limit: int) -> Script[list[str]]:
+        # A subquery of a recursive query would read the index from its first destination on, each time.
+        names: dict[str, None] = {}
+        while len(names) < limit:
+            found = yield self.query(self._parked, namespace=namespace, after=after, limit=_STEP)
+            if not found.rows:
+                break
+            names |= dict.fromkeys(row[0] for row in found.rows)
+            after = found.rows[-1][0]
+        return list(names)[:limit]
+
+    _parked: ClassVar[str] = """
+        SELECT destination FROM {outbox}{by_parked}
+        WHERE {is_parked} AND namespace = :namespace AND destination > :after
+        ORDER BY destination LIMIT :limit
+        """
 
     # -- settle ------------------------------------------------------------------------------------------------
 

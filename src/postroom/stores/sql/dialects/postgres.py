@@ -180,12 +180,11 @@ class PostgreSQL(Dialect):
 
     def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
         text = in_order(self._claim_loose, terms)
-        claimed = yield self.query(text, limit=limit, **self._claiming(namespace, terms), **self._bound(terms))
+        claimed = yield self.query(text, limit=limit, **self._claiming(namespace, terms))
         return claimed.rows
 
     def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
-        params = {**self._claiming(namespace, terms), **self._bound(terms)}
-        params |= {"limit": limit, "window": WINDOW * limit, "run": min(RUN, limit)}
+        params = {**self._claiming(namespace, terms), "limit": limit, "window": WINDOW * limit, "run": min(RUN, limit)}
         was_due, walk.is_due = walk.is_due, False
         if was_due:
             walked = yield from self._walk(params, walk)
@@ -211,10 +210,12 @@ class PostgreSQL(Dialect):
         return claimed.rows
 
     def _claiming(self, namespace: str, terms: ClaimTerms) -> dict[str, Any]:
-        return {**self._eligibility(namespace, terms), "worker": terms.worker, "duration": terms.lease}
-
-    def _bound(self, terms: ClaimTerms) -> dict[str, int]:
-        return {"max_bytes": _NO_BOUND if terms.max_bytes is None else terms.max_bytes}
+        return {
+            **self._eligibility(namespace, terms),
+            "worker": terms.worker,
+            "duration": terms.lease,
+            "max_bytes": _NO_BOUND if terms.max_bytes is None else terms.max_bytes,
+        }
 
     #: Takes the rows of ``chosen``; an array of ids is found by the primary key whatever the planner believes.
     take: ClassVar[str] = """
