@@ -20,7 +20,7 @@ import pytest
 from postroom import Message
 from postroom.store import Claim, ClaimTerms, Delivered, Release, Settlement
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
-from postroom.stores.sql.claiming import Walk
+from postroom.stores.sql.claiming import Walk, in_order
 from postroom.stores.sql.dialect import Dialect
 from postroom.stores.sql.dialects.mysql import MySQL
 from postroom.stores.sql.dialects.postgres import PostgreSQL
@@ -28,7 +28,8 @@ from postroom.stores.sql.dialects.sqlite import SQLite
 from postroom.stores.sql.names import Names
 from postroom.stores.sql.statement import Statement
 
-TERMS = ClaimTerms(worker=uuid4())
+TERMS = ClaimTerms(worker=uuid4(), max_bytes=4 << 20)
+NEWEST = ClaimTerms(worker=uuid4(), max_bytes=4 << 20, newest_first=True)
 LIMIT = 100
 Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record]"
 Statistics = Literal["none", "fresh", "stale"]
@@ -47,6 +48,17 @@ FILL = """
         SELECT n, n % 2 = 0, 'later', 'pending', interval '1 h' FROM generate_series(1, $2::int) AS n
         UNION ALL
         SELECT n, n % 2 = 0, 'k', 'delivered', interval '0' FROM generate_series(1, $3::int) AS n) AS rows
+    ORDER BY random()
+    """
+
+
+# Of each destination the same number is parked, and everything of it stands before what is due.
+FILL_PARKED = """
+    INSERT INTO postroom_outbox (id, namespace, topic, type, key, payload, content_type, next_attempt_at, created_at,
+                                 token, parked, destination)
+    SELECT gen_random_uuid(), 'default', 't', 't', CASE WHEN n % 2 = 0 THEN 'parked' || n END, 'x', 'text/plain',
+           clock_timestamp() + interval '1 h', clock_timestamp() - interval '1 day', 1, 1, 'd' || n % 50
+    FROM generate_series(1, 100000) AS n
     ORDER BY random()
     """
 
@@ -107,6 +119,11 @@ def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
     walked = dialect.query(dialect._claim_walked, **walk, **dialect._claiming("default", TERMS))  # noqa: SLF001
     return {
         "loose": (next(dialect.claim_loose("default", LIMIT, TERMS)), {"leased", "ready"}),
+        "loose from the newest": (next(dialect.claim_loose("default", LIMIT, NEWEST)), {"leased", "ready"}),
+        "seen from the newest": (
+            next(dialect.claim_keyed("default", LIMIT, NEWEST, Walk())),
+            {"leased", "ready_keyed", "keyed", "dead"},
+        ),
         "seen": (
             next(dialect.claim_keyed("default", LIMIT, TERMS, Walk())),
             {"leased", "ready_keyed", "keyed", "dead"},
@@ -116,7 +133,17 @@ def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
         "settle": (next(dialect._delivering(alike, keep=True)), set()),  # noqa: SLF001
         "settle different tokens": (next(dialect._delivering(differing, keep=True)), set()),  # noqa: SLF001
         "purge": (dialect.purge("default", timedelta(days=7), 1000), {"delivered"}),
-        "oldest": (dialect.query(dialect._oldest, namespace="default"), {"ready", "ready_keyed"}),  # noqa: SLF001
+        "oldest": (dialect.query(dialect._oldest, namespace="default"), {"ready", "parked"}),  # noqa: SLF001
+        "oldest with a key": (
+            dialect.query(dialect._oldest_keyed, namespace="default"),  # noqa: SLF001
+            {"ready_keyed", "keyed", "dead"},
+        ),
+        "next head": (
+            dialect.query(dialect._next_head, namespace="default", topic="t", key="k5"),  # noqa: SLF001
+            {"keyed", "dead"},
+        ),
+        "parked": (next(dialect.parked("default", "", 100)), {"parked"}),
+        "unpark": (next(dialect.unpark("default", "d7", LIMIT)), {"parked", "keyed"}),
     }
 
 
@@ -147,6 +174,27 @@ async def test_a_claim_reads_no_more_when_the_backlog_is_fifty_times_as_long(pos
         large = buffers(await explained(connection, statement))
 
     assert large <= 3 * small + 100, (large, small)
+
+
+@pytest.mark.parametrize("statistics", ["fresh", "stale"])
+async def test_parked_messages_cost_claims_nothing(postgres_dsn: str, statistics: Statistics) -> None:
+    """G13, S2-09: with a hundred thousand of them; and what looks for them reads what it returns, whoever counts."""
+    names = ["loose", "loose from the newest", "seen", "seen from the newest", "suspect", "oldest with a key"]
+    statements = postgres_statements()
+    async with backlog(postgres_dsn, statistics, 1_000) as connection:
+        before = {name: buffers(await explained(connection, statements[name][0])) for name in names}
+        await connection.execute(FILL_PARKED)
+        if statistics == "fresh":
+            await connection.execute("ANALYZE postroom_outbox")
+
+        after = {name: buffers(await explained(connection, statements[name][0])) for name in names}
+        plans = {name: await explained(connection, statements[name][0]) for name in ("parked", "unpark", "oldest")}
+
+    assert {name: (after[name], before[name]) for name in names if after[name] > 2 * before[name] + 100} == {}
+    for name, plan in plans.items():
+        used = {node.get("Index Name") for node in nodes(plan)}
+        assert "postroom_outbox_parked" in used, (name, used)
+        assert buffers(plan) < 40 * LIMIT, (name, buffers(plan))
 
 
 async def test_claims_of_one_connection_stay_cheap_when_a_burst_fills_a_small_table(postgres_dsn: str) -> None:
@@ -210,15 +258,23 @@ def stepwise_statements(dialect: Dialect) -> dict[str, tuple[Statement, set[str]
     """Return the steps of claims and of upkeep, with the indexes that they should use."""
     terms = dialect._eligibility("default", TERMS)  # noqa: SLF001
     ready_keyed = "ready_keyed" if isinstance(dialect, SQLite) else "ready"
-    ids = [dialect.uuid(uuid4()) for _ in range(10)]
+    rows = [number if isinstance(dialect, SQLite) else dialect.uuid(uuid4()) for number in range(10)]
     return {
         "expired": (dialect.query(dialect._expired, limit=LIMIT, **terms), {"leased"}),  # noqa: SLF001
         "due": (dialect.query(dialect._due, limit=LIMIT, **terms), {"ready"}),  # noqa: SLF001
+        "newest": (dialect.query(in_order(dialect._due, NEWEST), limit=LIMIT, **terms), {"ready"}),  # noqa: SLF001
+        "newest_keys": (
+            dialect.query(in_order(dialect._due_keys, NEWEST), limit=LIMIT, **terms),  # noqa: SLF001
+            {ready_keyed},
+        ),
         "expired_keys": (dialect.query(dialect._expired_keys, limit=LIMIT, **terms), {"leased"}),  # noqa: SLF001
         "due_keys": (dialect.query(dialect._due_keys, limit=LIMIT, **terms), {ready_keyed}),  # noqa: SLF001
         "run": (dialect.query(dialect._run, topic="t", key="k1", length=8, **terms), {"keyed", "dead"}),  # noqa: SLF001
-        "lock": (dialect.query(dialect._lock, ids=ids, **terms), {"primary"}),  # noqa: SLF001
+        "lock": (dialect.query(dialect._lock, rows=rows, **terms), {"primary"}),  # noqa: SLF001
         "suspect": (dialect.query(dialect._suspect, **terms), {"leased", "keyed", "dead"}),  # noqa: SLF001
+        "taken": (dialect.query(dialect._taken, rows=rows), {"primary"}),  # noqa: SLF001
+        "first_parked": (next(dialect.unpark("default", "d7", LIMIT)), {"parked"}),
+        "heads_of": (dialect.query(dialect._heads_of, rows=rows), {"primary", "keyed"}),  # noqa: SLF001
         "next_key": (dialect.query(dialect._next_key, namespace="default", topic="t", key="k5"), {"keyed"}),  # noqa: SLF001
         "purge": (dialect.purge("default", timedelta(days=7), LIMIT), {"delivered"}),
     }
@@ -233,13 +289,109 @@ def test_sqlite_uses_the_index_made_for_each_step(sqlite_path: Path) -> None:
 
             plan = " ; ".join(row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {text}", values))
 
-            wanted = {
-                "sqlite_autoindex_postroom_outbox_1" if index == "primary" else f"postroom_outbox_{index}"
-                for index in indexes
-            }
-            assert all(f"USING INDEX {index} " in plan for index in wanted), (name, plan)
+            assert all(used(index) in plan for index in indexes), (name, plan)
             assert "SCAN" not in plan, (name, plan)
             assert "TEMP B-TREE" not in plan, (name, plan)
+
+
+def used(index: str) -> str:
+    """Return how SQLite says that it finds rows."""
+    return "USING INTEGER PRIMARY KEY" if index == "primary" else f" INDEX postroom_outbox_{index} "
+
+
+SQLITE_PARKED = """
+    INSERT INTO postroom_outbox (id, namespace, topic, type, key, payload, content_type, next_attempt_at, created_at,
+                                 updated_at, token, parked, destination)
+    WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 100000)
+    SELECT printf('%032d', n), 'default', 't', 't', CASE WHEN n % 2 = 0 THEN 'parked' || n END, 'x', 'text/plain',
+           unixepoch() * 1000 + 3600000, 0, 0, 1, 1, 'd' || (n % 50)
+    FROM numbers
+    """
+
+
+async def test_sqlite_steps_over_parked_messages(sqlite_path: Path) -> None:
+    """G13: a hundred thousand of them take no more steps than some."""
+    store = SQLiteStore(sqlite_path)
+    await store.apply_schema()
+    with closing(sqlite3.connect(sqlite_path)) as connection:
+        connection.execute(SQLITE_PARKED)
+        connection.commit()
+        dialect = SQLite(Names())
+        statements = [
+            next(dialect.parked("default", "", 100)),
+            next(dialect.unpark("default", "d7", LIMIT)),
+            dialect.query(dialect._oldest, namespace="default"),  # noqa: SLF001
+            dialect.query(dialect._due, limit=LIMIT, **dialect._eligibility("default", TERMS)),  # noqa: SLF001
+            dialect.query(dialect._oldest_keyed, namespace="default"),  # noqa: SLF001
+        ]
+        steps = [_steps(connection, statement) for statement in statements]
+
+    assert max(steps) < 400 * LIMIT, steps
+    assert len(await store.parked()) == 50
+    assert await store.unpark("d7", 10) == 10
+    assert len(await store.claim(100, TERMS)) == 10
+    await store.close()
+
+
+def _steps(connection: sqlite3.Connection, statement: Statement) -> int:
+    """Return about how many instructions the virtual machine took."""
+    text, values = statement.bind("qmark", arrays=False)
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        count += 100
+
+    connection.set_progress_handler(step, 100)
+    connection.execute(text, values).fetchall()
+    connection.set_progress_handler(None, 0)
+    return count
+
+
+MARIADB_PARKED = """
+    INSERT INTO postroom_outbox (id, namespace, topic, type, `key`, payload, content_type, headers, next_attempt_at,
+                                 created_at, updated_at, token, parked, destination)
+    SELECT UNHEX(REPLACE(UUID(), '-', '')), 'default', 't', 't', IF(seq % 2, NULL, CONCAT('parked', seq)), 'x',
+           'text/plain', '{}', UTC_TIMESTAMP(6) + INTERVAL 1 HOUR, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 1, 1,
+           CONCAT('d', seq % 50)
+    FROM seq_1_to_100000
+    """
+
+
+@pytest.mark.parametrize("statistics", ["SELECT 1", "ANALYZE TABLE postroom_outbox"], ids=["without", "fresh"])
+async def test_mariadb_steps_over_parked_messages(mariadb_dsn: str, statistics: str) -> None:
+    """G13: counted by the server itself; a hundred thousand of them are read by those alone that look for them."""
+    store = MySQLStore(mariadb_dsn)
+    await store.apply_schema()
+    await store.close()
+    url = urlsplit(mariadb_dsn)
+    dialect = MySQL(Names())
+    statements = {
+        "parked": (next(dialect.parked("default", "", 100)), 200),
+        "unpark": (next(dialect.unpark("default", "d7", LIMIT)), 2 * LIMIT),
+        "oldest": (dialect.query(dialect._oldest, namespace="default"), 2500),  # noqa: SLF001
+        "due": (dialect.query(dialect._due, limit=LIMIT, **dialect._eligibility("default", TERMS)), 10),  # noqa: SLF001
+        "oldest with a key": (dialect.query(dialect._oldest_keyed, namespace="default"), 20),  # noqa: SLF001
+    }
+    with (
+        closing(
+            pymysql.connect(host=url.hostname, port=url.port or 0, user="root", database=url.path[1:])
+        ) as connection,
+        connection.cursor() as cursor,
+    ):
+        cursor.execute(MARIADB_PARKED)
+        connection.commit()
+        cursor.execute(statistics)
+        read: dict[str, int] = {}
+        for name, (statement, _) in statements.items():
+            text, values = statement.bind("format", arrays=False)
+            cursor.execute("FLUSH STATUS")
+            cursor.execute(text, values)
+            cursor.execute("SHOW SESSION STATUS LIKE 'Handler_read%'")
+            read[name] = sum(int(count) for _, count in cursor.fetchall())
+            connection.rollback()
+
+    assert {name: count for name, count in read.items() if count > statements[name][1]} == {}
 
 
 MARIADB_FILL = """

@@ -491,7 +491,7 @@ async def test_a_dead_message_that_is_redriven_goes_before_those_it_held_back(sh
     await shop.store.settle([Settlement(dead, Dead("never"))])
     blocked = [one.payload for one in await shop.deliver_all()]
 
-    assert (await shop.store.stats()).oldest_due is not None  # although it is held back
+    assert (await shop.store.stats()).oldest_due is None  # what is held back cannot go out
     assert await shop.store.redrive(dead.message.id, uuid4()) == 1
     assert await shop.store.redrive(dead.message.id) == 0
     assert await shop.store.repair() == 0
@@ -533,14 +533,54 @@ async def test_a_tenant_is_found_behind_many_of_others(shop: Shop) -> None:
     assert [claim.message.payload for claim in claims] == [b"1", b"2"]
 
 
-async def test_topics_that_are_down_hide_nothing_of_the_others(shop: Shop) -> None:
-    """S2-27: however many of them wait."""
+async def test_parked_messages_hide_nothing_of_the_others(shop: Shop) -> None:
+    """S2-27: however many of them wait; and all of them come back."""
     await shop.add(*(message(n, topic="down") for n in range(2500)))
+    while claims := await shop.store.claim(500, ClaimTerms(worker=uuid4())):
+        await shop.store.settle([Settlement(claim, Release(destination="down")) for claim in claims])
     await shop.add(message(1, topic="up"))
 
-    claims = await shop.store.claim(10, ClaimTerms(worker=uuid4(), skip_topics=("down",)))
+    found = await shop.store.claim(10, ClaimTerms(worker=uuid4()))
+    unparked = [await shop.store.unpark("down", 1700) for _ in range(3)]
 
-    assert [claim.message.topic for claim in claims] == ["up"]
+    assert [claim.message.topic for claim in found] == ["up"]
+    assert unparked == [1700, 800, 0]
+    assert await shop.store.repair() == 0
+
+
+async def test_places_of_messages_that_an_earlier_version_claimed_are_cleaned_up(shop: Shop) -> None:
+    """G2: such a worker claims what was parked for an hour, and leaves its place among the parked ones."""
+    await shop.add(*(message(n) for n in range(10)))
+    claims = await shop.store.claim(10, ClaimTerms(worker=uuid4()))
+    await shop.store.settle([Settlement(claim, Release(destination="down")) for claim in claims])
+    members: Any = await shop.client.zrange(shop.keys.all[14], 0, -1)
+    await shop.store.unpark("down", 10)
+    claims = await shop.store.claim(10, ClaimTerms(worker=uuid4()))
+    await shop.store.settle([Settlement(claim, Release(destination="west")) for claim in claims[5:]])
+    await shop.client.zadd(shop.keys.all[14], dict.fromkeys(members, 0))
+
+    assert await shop.store.unpark("down", 3) == 0
+    assert await shop.store.parked(limit=1) == ["west"]
+    assert await shop.client.zcard(shop.keys.all[14]) == 5
+    assert await shop.store.unpark("west", 10) == 5
+    assert await shop.store.repair() == 0
+
+
+async def test_repair_mends_the_places_of_parked_messages(shop: Shop) -> None:
+    """G2: those that are missing, and those that should not be there."""
+    await shop.add(message(1))
+    claims = await shop.store.claim(10, ClaimTerms(worker=uuid4()))
+    await shop.store.settle([Settlement(claim, Release(destination="down")) for claim in claims])
+    members: Any = await shop.client.zrange(shop.keys.all[14], 0, -1)
+    await shop.client.zrem(shop.keys.all[14], *members)
+
+    missing = await shop.store.repair()
+    there = await shop.store.parked()
+    await shop.store.unpark("down", 1)
+    await shop.store.claim(10, ClaimTerms(worker=uuid4()))
+
+    assert (missing, there) == (1, ["down"])
+    assert await shop.store.repair() == 0
 
 
 async def test_one_message_that_is_added_twice_in_one_call_is_there_once(shop: Shop) -> None:

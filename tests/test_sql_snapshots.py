@@ -68,10 +68,13 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
     alike = Addition(Message(id=UUID(int=4), topic="orders", payload=b"[]"))
     key = ("orders", "42")
     stepwise = dialect.atomic
-    keyed = ([], [key] * 4, [(row[0], True)], [row]) if stepwise else ([(*row, True)],)
+    found = (row[0], 100)
+    keyed = ([], [key] * 4, [(row[0], True)], [found]) if stepwise else ([(*row, True)],)
     nobody: tuple[object, ...] = (*[None] * 13, True)
     blocked = ([], [key] * 4, [(row[0], False)], [("orders", "43")]) if stepwise else ([nobody], [(*row, *key)])
     outcomes: list[Outcome] = [Delivered(), Retry("no", timedelta(seconds=1)), Dead("never"), Release()]
+    outcomes.append(Release(destination="east"))
+    newest = ClaimTerms(worker=UUID(int=2), newest_first=True)
     states = [(row[0], MESSAGE.token, "processing")] if stepwise else []
 
     def settled(*, keep: bool) -> Iterator[Statement]:
@@ -83,16 +86,24 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
         "add a message that has nothing special": list(told(dialect.add([two], strict_order=False))),
         "add several messages": list(told(dialect.add([one, two], strict_order=True))),
         "add several messages that differ in their payload": list(told(dialect.add([two, alike], strict_order=False))),
-        "claim messages without a key": list(told(dialect.claim_loose("shop", 1, TERMS), [], [row])),
+        "claim messages without a key": list(told(dialect.claim_loose("shop", 1, TERMS), [], [found])),
+        "claim messages without a key, the newest first": list(
+            told(dialect.claim_loose("shop", 1, newest), [], [found])
+        ),
         "claim messages with a key": list(told(dialect.claim_keyed("shop", 1, TERMS, Walk()), *keyed)),
+        "claim messages with a key, the newest first": list(
+            told(dialect.claim_keyed("shop", 1, newest, Walk()), *keyed)
+        ),
         "claim behind keys that wait": list(told(dialect.claim_keyed("shop", 1, TERMS, Walk()), *blocked)),
         "claim a suspect": list(told(dialect.claim_suspect("shop", TERMS), [row])),
         "settle, keeping what was delivered": list(settled(keep=True)),
         "settle, deleting what was delivered": list(settled(keep=False)),
         "extend leases": list(told(dialect.extend([CLAIM], timedelta(seconds=30)), states)),
+        "list destinations with parked messages": list(told(dialect.parked("shop", "", 100))),
+        "unpark": list(told(dialect.unpark("shop", "east", 10), [found], [found])),
         "sweep": list(told(dialect.sweep("shop", TERMS), [row])),
         "purge": [dialect.purge("shop", timedelta(days=7), 1000)],
-        "stats": list(told(dialect.stats("shop"), [(1,) * 5], [(1.0,)])),
+        "stats": list(told(dialect.stats("shop"), [(1,) * 5], [(1.0,)], [(1000, None)], [])),
         "mark a message as handled": list(told(dialect.admit("stock", MESSAGE))),
         "look for the mark of a message": list(told(dialect.has("stock", MESSAGE))),
         "purge the inbox": list(told(dialect.purge_inbox("stock", timedelta(days=7), 1000), [(row[0], row[0])])),
@@ -176,6 +187,9 @@ def test_no_value_is_ever_part_of_the_sql(name: str) -> None:
         *told(dialect.claim_keyed(canary, 5, TERMS, Walk(canary, canary)), [nobody], [nobody]),
         *told(dialect.settle([Settlement(claim, Retry(canary))], keep_delivered=True), state),
         *told(dialect.settle([Settlement(claim, Dead(canary))], keep_delivered=True), state),
+        *told(dialect.settle([Settlement(claim, Release(destination=canary))], keep_delivered=True), state),
+        *told(dialect.parked(canary, canary, 10)),
+        *told(dialect.unpark(canary, canary, 10), [(b"canary",)]),
         *told(dialect.admit(canary, message)),
         *told(dialect.has(canary, message)),
         *told(dialect.purge_inbox(canary, timedelta(days=7), 1000), [(b"canary", b"canary")]),

@@ -25,6 +25,7 @@ __all__ = [
     "Settlement",
     "Stats",
     "Store",
+    "destination_name",
 ]
 
 #: How long a parked message waits at the most: nothing waits for ever for a dispatcher that died before it recovered.
@@ -61,7 +62,7 @@ class Release:
     """The message was not tried; its attempt is given back, and it is due when it was, or after ``delay``.
 
     With a ``destination`` the message is parked: it is not claimed again before `Store.unpark` is called for that
-    destination, or `PARKED_FOR` has passed.
+    destination, or `PARKED_FOR` has passed; the ``delay`` does not count then.
     """
 
     delay: timedelta = timedelta(0)
@@ -101,9 +102,7 @@ class ClaimTerms:
     on_dead: OnDead = "block"
     #: Claim messages of this tenant only; None claims all.
     tenant_id: UUID | None = None
-    #: Leave messages of these topics alone, because they are down.
-    skip_topics: tuple[str, ...] = ()
-    #: The sum of the payloads that one claim returns; a single message may be larger. None sets no limit.
+    #: The most bytes of payloads and headers that one claim returns; a single message may be larger. None: no limit.
     max_bytes: int | None = None
     #: Look for due messages from the newest on, to find those behind a backlog that cannot be delivered.
     newest_first: bool = False
@@ -125,7 +124,9 @@ class Stats:
     processing: int
     delivered: int
     dead: int
-    #: How long the oldest message that could go out now has been waiting.
+    #: How long the oldest message has been waiting that could go out now, or that is parked. Messages behind another of
+    #: their key do not count. A store looks at a bounded number of messages, so behind many that cannot go out a later
+    #: one may be missed.
     oldest_due: timedelta | None
     ceiling: int = 10_000
 
@@ -144,6 +145,8 @@ class Features:
     ordered: bool = True
     #: A message whose id or dedupe key is there is not added again.
     dedupes: bool = True
+    #: A message can be parked for a destination; without it `Release` with a destination is a plain `Release`.
+    parks: bool = True
 
 
 class Store(Protocol):
@@ -202,7 +205,8 @@ class Store(Protocol):
     async def unpark(self, destination: str, limit: int) -> int:
         """Make up to ``limit`` messages due that are parked for a destination, those parked first; return how many.
 
-        They are due as of their creation, so that claims return them before newer messages.
+        They are due as of their creation, so that claims return them before newer messages. The head of a message's key
+        becomes due with it if it is parked for the same destination, since the message could not be claimed otherwise.
         """
         ...
 
@@ -217,3 +221,8 @@ class Store(Protocol):
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process until cancelled; return at once if there are none."""
         ...
+
+
+def destination_name(text: str) -> str:
+    """Return the name of a destination as every store takes it; one that a database refused would fail its batch."""
+    return text[:MAX_DESTINATION].replace("\x00", " ").encode(errors="replace").decode()

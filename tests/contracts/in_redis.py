@@ -31,14 +31,16 @@ for _, key in ipairs({ leased, dead, done }) do shift(key) end
 for _, id in ipairs(redis.call('HKEYS', states)) do
   local state = read(id)
   local where = {}
-  for _, key in ipairs({ due, held }) do
-    if redis.call('ZREM', key, by_due(id, state)) == 1 then where[#where + 1] = key end
+  local places = { { due, by_due }, { held, by_due }, { lanes, by_seq }, { tombs, by_seq } }
+  if state[DESTINATION] then places[#places + 1] = { parked, by_parked } end
+  for _, place in ipairs(places) do
+    if redis.call('ZREM', place[1], place[2](id, state)) == 1 then where[#where + 1] = place end
   end
-  for _, part in ipairs({ DUE, UNTIL, CHANGED }) do
+  for _, part in ipairs({ DUE, UNTIL, CHANGED, SEQ }) do
     if state[part] > 0 then state[part] = state[part] - by end
   end
   redis.call('HSET', states, id, cmsgpack.pack(state))
-  for _, key in ipairs(where) do redis.call('ZADD', key, 0, by_due(id, state)) end
+  for _, place in ipairs(where) do redis.call('ZADD', place[1], 0, place[2](id, state)) end
 end
 """
 DUMP = """

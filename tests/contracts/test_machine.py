@@ -32,6 +32,7 @@ def test_the_memory_store_agrees_with_the_model(make_memory: MakeHarness) -> Non
         "settlement recorded",
         "suspect",
         "swept",
+        "unparked",
     }
     assert {name for name in wanted if not seen[name]} == set()
 

@@ -132,41 +132,49 @@ INSERT INTO `postroom_outbox` (id, namespace, topic, type, `key`, tenant_id, ded
 ON DUPLICATE KEY UPDATE id = id;
 
 -- claim messages without a key
-SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
-  FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
+SELECT id, length(payload) + length(headers) FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
 WHERE namespace = :namespace AND ordered = 0 AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
-  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY locked_until, seq LIMIT :limit FOR UPDATE SKIP LOCKED;
 
 -- claim messages without a key
-SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
-  FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+SELECT id, length(payload) + length(headers) FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
 WHERE namespace = :namespace AND ordered = 0 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
-  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY next_attempt_at, seq LIMIT :limit FOR UPDATE SKIP LOCKED;
 
 -- claim messages without a key
 UPDATE `postroom_outbox`
 SET status = 'processing', attempts = attempts + 1, token = token + 1,
 locked_by = :worker, locked_until = UTC_TIMESTAMP(6) + INTERVAL :duration MICROSECOND, updated_at = UTC_TIMESTAMP(6)
-WHERE id IN :ids;
+WHERE id IN :rows;
+
+-- claim messages without a key
+SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts, token, seq
+  FROM `postroom_outbox` WHERE id IN :rows;
+
+-- claim messages without a key, the newest first
+SELECT id, length(payload) + length(headers) FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+WHERE namespace = :namespace AND ordered = 0 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
+ORDER BY next_attempt_at DESC, seq DESC LIMIT :limit FOR UPDATE SKIP LOCKED;
 
 -- claim messages with a key
 SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
 WHERE namespace = :namespace AND ordered = 1 AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
-  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY locked_until, seq LIMIT :limit;
 
 -- claim messages with a key
 SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
 WHERE namespace = :namespace AND ordered = 1 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
-  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY next_attempt_at, seq LIMIT :limit;
 
 -- claim messages with a key
 SELECT id, ((status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6) AND attempts < :max_attempts AND (:tenant_id IS NULL
-  OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics) OR (status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
-  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)) AND
+  OR tenant_id = :tenant_id)) OR (status = 'processing' AND locked_until < UTC_TIMESTAMP(6) AND attempts < :suspect_after
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id))) AND
 (:skip_dead OR NOT EXISTS (
         SELECT 1 FROM `postroom_outbox` AS dead FORCE INDEX (`postroom_outbox_dead`)
         WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
@@ -177,24 +185,27 @@ WHERE unsettled = 1 AND namespace = :namespace AND topic = :topic AND `key` = :k
 ORDER BY seq LIMIT :length;
 
 -- claim messages with a key
-SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
-  FROM `postroom_outbox`
-WHERE id IN :ids AND namespace = :namespace AND ((status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
-  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)
-  OR (status = 'processing' AND locked_until < UTC_TIMESTAMP(6) AND attempts < :suspect_after AND (:tenant_id IS NULL
-  OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)) FOR UPDATE SKIP LOCKED;
+SELECT id, length(payload) + length(headers) FROM `postroom_outbox`
+WHERE id IN :rows AND namespace = :namespace AND ((status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing'
+  AND locked_until < UTC_TIMESTAMP(6) AND attempts < :suspect_after AND (:tenant_id IS NULL
+  OR tenant_id = :tenant_id))) FOR UPDATE SKIP LOCKED;
 
--- claim behind keys that wait
+-- claim messages with a key
 SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_keyed`)
 WHERE unsettled = 1 AND namespace = :namespace AND (topic > :topic OR (topic = :topic AND `key` > :key))
 ORDER BY topic, `key` LIMIT 1;
 
+-- claim messages with a key, the newest first
+SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+WHERE namespace = :namespace AND ordered = 1 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
+ORDER BY next_attempt_at DESC, seq DESC LIMIT :limit;
+
 -- claim a suspect
-SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
-  FROM `postroom_outbox` AS head FORCE INDEX (`postroom_outbox_leased`)
+SELECT id FROM `postroom_outbox` AS head FORCE INDEX (`postroom_outbox_leased`)
 WHERE namespace = :namespace AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
 AND attempts >= :suspect_after AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
-  AND topic NOT IN :skip_topics
 AND
 (:skip_dead OR NOT EXISTS (
         SELECT 1 FROM `postroom_outbox` AS dead FORCE INDEX (`postroom_outbox_dead`)
@@ -235,12 +246,44 @@ next_attempt_at = CASE WHEN changed.delay > 0 THEN UTC_TIMESTAMP(6) + INTERVAL c
 ELSE next_attempt_at END,
 updated_at = UTC_TIMESTAMP(6);
 
+-- settle, keeping what was delivered
+UPDATE `postroom_outbox` JOIN (SELECT :id_a AS id, :delay_a AS delay, :error_a AS error) AS changed
+  ON `postroom_outbox`.id = changed.id
+SET status = 'pending', attempts = attempts - 1, locked_by = NULL, locked_until = NULL,
+next_attempt_at = UTC_TIMESTAMP(6) + INTERVAL changed.delay MICROSECOND,
+destination = changed.error, parked = token, updated_at = UTC_TIMESTAMP(6);
+
 -- settle, deleting what was delivered
 DELETE FROM `postroom_outbox` WHERE id IN :ids AND token = :token AND status NOT IN ('pending', 'delivered');
 
 -- extend leases
 UPDATE `postroom_outbox` SET locked_until = UTC_TIMESTAMP(6) + INTERVAL :duration MICROSECOND, updated_at = UTC_TIMESTAMP(6)
   WHERE id IN :ids;
+
+-- list destinations with parked messages
+SELECT destination FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_parked`)
+WHERE is_parked = 1 AND namespace = :namespace AND destination > :after
+ORDER BY destination LIMIT :limit;
+
+-- unpark
+SELECT id FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_parked`)
+WHERE is_parked = 1 AND namespace = :namespace AND destination = :destination
+ORDER BY next_attempt_at, seq LIMIT :limit FOR UPDATE SKIP LOCKED;
+
+-- unpark
+SELECT (
+    SELECT id FROM `postroom_outbox` AS head FORCE INDEX (`postroom_outbox_keyed`)
+    WHERE unsettled = 1 AND head.namespace = chosen.namespace
+    AND head.topic = chosen.topic AND head.`key` = chosen.`key`
+    ORDER BY head.seq LIMIT 1)
+FROM `postroom_outbox` AS chosen
+WHERE chosen.id IN :rows AND chosen.`key` IS NOT NULL;
+
+-- unpark
+UPDATE `postroom_outbox`
+SET next_attempt_at = created_at, parked = NULL, updated_at = UTC_TIMESTAMP(6)
+WHERE id IN :rows AND parked = token AND destination = :destination
+AND status NOT IN ('processing', 'delivered', 'dead');
 
 -- sweep
 SELECT id FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
@@ -286,11 +329,53 @@ SELECT (SELECT count(*) FROM (SELECT 1 AS one FROM `postroom_outbox` WHERE names
   AND status = 'dead' LIMIT 10000) AS counted_4);
 
 -- stats
-SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), UTC_TIMESTAMP(6)) / 1000000 FROM `postroom_outbox`
-WHERE namespace = :namespace AND status = 'pending' AND ordered = 0 AND next_attempt_at <= UTC_TIMESTAMP(6)
+SELECT TIMESTAMPDIFF(MICROSECOND, next_attempt_at, UTC_TIMESTAMP(6)) / 1000000 FROM (
+    SELECT min(next_attempt_at) AS next_attempt_at FROM `postroom_outbox`
+    WHERE namespace = :namespace AND status = 'pending' AND ordered = 0 AND next_attempt_at <= UTC_TIMESTAMP(6)) AS due
 UNION ALL
-SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), UTC_TIMESTAMP(6)) / 1000000 FROM `postroom_outbox`
-WHERE namespace = :namespace AND status = 'pending' AND ordered = 1 AND next_attempt_at <= UTC_TIMESTAMP(6);
+SELECT TIMESTAMPDIFF(MICROSECOND, created_at, UTC_TIMESTAMP(6)) / 1000000 FROM (
+    SELECT min(created_at) AS created_at FROM (
+        SELECT created_at FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_parked`)
+        WHERE is_parked = 1 AND namespace = :namespace AND destination IS NOT NULL
+        ORDER BY destination, next_attempt_at, seq LIMIT 1000) AS first) AS parked;
+
+-- stats
+WITH head AS (
+    SELECT namespace, topic, `key`, seq, next_attempt_at FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+    WHERE namespace = :namespace AND status = 'pending' AND ordered = 1 AND next_attempt_at <= UTC_TIMESTAMP(6)
+    ORDER BY next_attempt_at, seq LIMIT 1000)
+SELECT (SELECT count(*) FROM head),
+(SELECT TIMESTAMPDIFF(MICROSECOND, next_attempt_at, UTC_TIMESTAMP(6)) / 1000000 FROM head WHERE
+    head.seq = (
+        SELECT earlier.seq FROM `postroom_outbox` AS earlier FORCE INDEX (`postroom_outbox_keyed`)
+        WHERE unsettled = 1 AND earlier.namespace = head.namespace
+        AND earlier.topic = head.topic AND earlier.`key` = head.`key`
+        ORDER BY earlier.seq LIMIT 1)
+    AND (
+        SELECT dead.seq FROM `postroom_outbox` AS dead FORCE INDEX (`postroom_outbox_dead`)
+        WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+        AND dead.`key` = head.`key` AND dead.seq < head.seq
+        ORDER BY dead.seq LIMIT 1) IS NULL
+    ORDER BY next_attempt_at, seq LIMIT 1);
+
+-- stats
+SELECT topic, `key`,
+CASE WHEN status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6) AND
+head.seq = (
+    SELECT earlier.seq FROM `postroom_outbox` AS earlier FORCE INDEX (`postroom_outbox_keyed`)
+    WHERE unsettled = 1 AND earlier.namespace = head.namespace
+    AND earlier.topic = head.topic AND earlier.`key` = head.`key`
+    ORDER BY earlier.seq LIMIT 1)
+AND (
+    SELECT dead.seq FROM `postroom_outbox` AS dead FORCE INDEX (`postroom_outbox_dead`)
+    WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+    AND dead.`key` = head.`key` AND dead.seq < head.seq
+    ORDER BY dead.seq LIMIT 1) IS NULL
+THEN TIMESTAMPDIFF(MICROSECOND, next_attempt_at, UTC_TIMESTAMP(6)) / 1000000 END
+FROM (
+    SELECT namespace, topic, `key`, seq, status, next_attempt_at FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_keyed`)
+    WHERE unsettled = 1 AND namespace = :namespace AND (topic > :topic OR (topic = :topic AND `key` > :key))
+    ORDER BY topic, `key`, seq LIMIT 1) AS head;
 
 -- mark a message as handled
 INSERT INTO `postroom_inbox` (consumer, tenant_id, message_id, created_at)

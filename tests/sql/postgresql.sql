@@ -175,19 +175,46 @@ FROM unnest(:ids::uuid[], :payloads::bytea[]) AS t(id, payload);
 
 -- claim messages without a key
 WITH expired AS MATERIALIZED (
-    SELECT id FROM "postroom_outbox"
+    SELECT id, octet_length(payload) + pg_column_size(headers) AS size FROM "postroom_outbox"
     WHERE namespace = :namespace::text AND "key" IS NULL AND status = 'processing' AND locked_until < now()
       AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-      AND NOT topic = ANY (:skip_topics::text[])
     ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
 ), due AS MATERIALIZED (
-    SELECT id FROM "postroom_outbox"
+    SELECT id, octet_length(payload) + pg_column_size(headers) AS size FROM "postroom_outbox"
     WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending' AND next_attempt_at <= now()
       AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-      AND NOT topic = ANY (:skip_topics::text[])
     ORDER BY next_attempt_at, seq LIMIT :limit - (SELECT count(*) FROM expired) FOR UPDATE SKIP LOCKED
 ), chosen AS (
-    SELECT id FROM expired UNION ALL SELECT id FROM due
+    SELECT id
+    FROM (
+        SELECT id, size, sum(size) OVER (ROWS UNBOUNDED PRECEDING) AS total
+        FROM (SELECT * FROM expired UNION ALL SELECT * FROM due) AS either) AS summed
+    WHERE total <= :max_bytes::bigint OR total = size
+)
+UPDATE "postroom_outbox"
+SET status = 'processing', attempts = attempts + 1, token = token + 1,
+locked_by = :worker::uuid, locked_until = (SELECT clock_timestamp()) + :duration::interval, updated_at = clock_timestamp()
+WHERE id = ANY (ARRAY(SELECT id FROM chosen))
+RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
+attempts, token, seq;
+
+-- claim messages without a key, the newest first
+WITH expired AS MATERIALIZED (
+    SELECT id, octet_length(payload) + pg_column_size(headers) AS size FROM "postroom_outbox"
+    WHERE namespace = :namespace::text AND "key" IS NULL AND status = 'processing' AND locked_until < now()
+      AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+    ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
+), due AS MATERIALIZED (
+    SELECT id, octet_length(payload) + pg_column_size(headers) AS size FROM "postroom_outbox"
+    WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending' AND next_attempt_at <= now()
+      AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+    ORDER BY next_attempt_at DESC, seq DESC LIMIT :limit - (SELECT count(*) FROM expired) FOR UPDATE SKIP LOCKED
+), chosen AS (
+    SELECT id
+    FROM (
+        SELECT id, size, sum(size) OVER (ROWS UNBOUNDED PRECEDING) AS total
+        FROM (SELECT * FROM expired UNION ALL SELECT * FROM due) AS either) AS summed
+    WHERE total <= :max_bytes::bigint OR total = size
 )
 UPDATE "postroom_outbox"
 SET status = 'processing', attempts = attempts + 1, token = token + 1,
@@ -201,7 +228,6 @@ WITH expired AS MATERIALIZED (
     SELECT topic, "key" FROM "postroom_outbox"
     WHERE namespace = :namespace::text AND "key" IS NOT NULL AND status = 'processing' AND locked_until < now()
       AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-      AND NOT topic = ANY (:skip_topics::text[])
     ORDER BY locked_until LIMIT :window::bigint
 ), due AS MATERIALIZED (
     SELECT topic, "key", row_number() OVER () AS turn
@@ -209,7 +235,6 @@ WITH expired AS MATERIALIZED (
         SELECT topic, "key" FROM "postroom_outbox"
         WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending' AND next_attempt_at <= now()
           AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-          AND NOT topic = ANY (:skip_topics::text[])
         ORDER BY next_attempt_at, seq LIMIT :window) AS first
 ), mark AS (
     SELECT :window IN ((SELECT count(*) FROM expired), (SELECT count(*) FROM due)) AS is_full
@@ -222,9 +247,8 @@ heads AS MATERIALIZED (
     SELECT keys.topic, keys."key"
     FROM (SELECT * FROM keys ORDER BY turn) AS keys CROSS JOIN LATERAL (
         SELECT ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL
-          OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[])) OR (status = 'processing'
-          AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-          AND NOT topic = ANY (:skip_topics::text[]))) AND
+          OR tenant_id = :tenant_id)) OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after
+          AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id))) AND
         (:skip_dead::boolean OR NOT EXISTS (
                 SELECT 1 FROM "postroom_outbox" AS dead
                 WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
@@ -237,14 +261,13 @@ heads AS MATERIALIZED (
     WHERE head.eligible
     LIMIT :limit::bigint
 ), planned AS MATERIALIZED (
-    SELECT run.id, heads.topic, heads."key", run.place
+    SELECT run.id, heads.topic, heads."key", run.place, row_number() OVER () AS turn
     FROM heads CROSS JOIN LATERAL (
         SELECT id, row_number() OVER (ORDER BY seq) AS place, bool_and(eligible) OVER (ORDER BY seq) AS unbroken
         FROM (
             SELECT id, seq, ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts
-              AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[]))
-              OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL
-              OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[]))) AND
+              AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing' AND locked_until < now()
+              AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id))) AND
             (:skip_dead::boolean OR NOT EXISTS (
                     SELECT 1 FROM "postroom_outbox" AS dead
                     WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
@@ -259,19 +282,106 @@ heads AS MATERIALIZED (
     WHERE run.unbroken
     LIMIT :limit
 ), locked AS MATERIALIZED (
-    SELECT id FROM "postroom_outbox"
+    SELECT id, octet_length(payload) + pg_column_size(headers) AS size FROM "postroom_outbox"
     WHERE id = ANY (ARRAY(SELECT id FROM planned)) AND ((status = 'pending' AND next_attempt_at <= now()
-      AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-      AND NOT topic = ANY (:skip_topics::text[])) OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after
-      AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[])))
+      AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing'
+      AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)))
     FOR UPDATE SKIP LOCKED
 ), chosen AS (
-    -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
     SELECT id
     FROM (
-        SELECT id, place, row_number() OVER (PARTITION BY topic, "key" ORDER BY place) AS nth
-        FROM planned JOIN locked USING (id)) AS numbered
-    WHERE nth = place
+        -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
+        SELECT id, size, sum(size) OVER (ORDER BY turn) AS total
+        FROM (
+            SELECT id, size, turn, place, row_number() OVER (PARTITION BY topic, "key" ORDER BY place) AS nth
+            FROM planned JOIN locked USING (id)) AS numbered
+        WHERE nth = place) AS summed
+    WHERE total <= :max_bytes::bigint OR total = size
+), taken AS (
+    UPDATE "postroom_outbox"
+    SET status = 'processing', attempts = attempts + 1, token = token + 1,
+    locked_by = :worker::uuid, locked_until = (SELECT clock_timestamp()) + :duration::interval, updated_at = clock_timestamp()
+    WHERE id = ANY (ARRAY(SELECT id FROM chosen))
+    RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
+    attempts, token, seq
+)
+-- One row at least, for what is told of the claim itself.
+SELECT taken.*, mark.* FROM mark LEFT JOIN taken ON true;
+
+-- claim messages with a key, the newest first
+WITH expired AS MATERIALIZED (
+    SELECT topic, "key" FROM "postroom_outbox"
+    WHERE namespace = :namespace::text AND "key" IS NOT NULL AND status = 'processing' AND locked_until < now()
+      AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+    ORDER BY locked_until LIMIT :window::bigint
+), due AS MATERIALIZED (
+    SELECT topic, "key", row_number() OVER () AS turn
+    FROM (
+        SELECT topic, "key" FROM "postroom_outbox"
+        WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending' AND next_attempt_at <= now()
+          AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
+        ORDER BY next_attempt_at DESC, seq DESC LIMIT :window) AS first
+), mark AS (
+    SELECT :window IN ((SELECT count(*) FROM expired), (SELECT count(*) FROM due)) AS is_full
+), keys AS MATERIALIZED (
+    SELECT topic, "key", min(turn) AS turn
+    FROM (SELECT topic, "key", 0 AS turn FROM expired UNION ALL SELECT * FROM due) AS either
+    GROUP BY topic, "key"
+),
+heads AS MATERIALIZED (
+    SELECT keys.topic, keys."key"
+    FROM (SELECT * FROM keys ORDER BY turn) AS keys CROSS JOIN LATERAL (
+        SELECT ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL
+          OR tenant_id = :tenant_id)) OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after
+          AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id))) AND
+        (:skip_dead::boolean OR NOT EXISTS (
+                SELECT 1 FROM "postroom_outbox" AS dead
+                WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+                AND dead."key" = head."key" AND dead.seq < head.seq))
+        AS eligible
+        FROM "postroom_outbox" AS head
+        WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace
+        AND topic = keys.topic AND "key" = keys."key"
+        ORDER BY seq LIMIT 1) AS head
+    WHERE head.eligible
+    LIMIT :limit::bigint
+), planned AS MATERIALIZED (
+    SELECT run.id, heads.topic, heads."key", run.place, row_number() OVER () AS turn
+    FROM heads CROSS JOIN LATERAL (
+        SELECT id, row_number() OVER (ORDER BY seq) AS place, bool_and(eligible) OVER (ORDER BY seq) AS unbroken
+        FROM (
+            SELECT id, seq, ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts
+              AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing' AND locked_until < now()
+              AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id))) AND
+            (:skip_dead::boolean OR NOT EXISTS (
+                    SELECT 1 FROM "postroom_outbox" AS dead
+                    WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+                    AND dead."key" = head."key" AND dead.seq < head.seq))
+            AS eligible
+            FROM "postroom_outbox" AS head
+            WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace
+            AND topic = heads.topic AND "key" = heads."key"
+            ORDER BY seq
+            LIMIT GREATEST(:limit / GREATEST((SELECT count(*) FROM heads), 1), :run::bigint)) AS next
+    ) AS run
+    WHERE run.unbroken
+    LIMIT :limit
+), locked AS MATERIALIZED (
+    SELECT id, octet_length(payload) + pg_column_size(headers) AS size FROM "postroom_outbox"
+    WHERE id = ANY (ARRAY(SELECT id FROM planned)) AND ((status = 'pending' AND next_attempt_at <= now()
+      AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing'
+      AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)))
+    FOR UPDATE SKIP LOCKED
+), chosen AS (
+    SELECT id
+    FROM (
+        -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
+        SELECT id, size, sum(size) OVER (ORDER BY turn) AS total
+        FROM (
+            SELECT id, size, turn, place, row_number() OVER (PARTITION BY topic, "key" ORDER BY place) AS nth
+            FROM planned JOIN locked USING (id)) AS numbered
+        WHERE nth = place) AS summed
+    WHERE total <= :max_bytes::bigint OR total = size
 ), taken AS (
     UPDATE "postroom_outbox"
     SET status = 'processing', attempts = attempts + 1, token = token + 1,
@@ -312,9 +422,8 @@ heads AS MATERIALIZED (
     SELECT keys.topic, keys."key"
     FROM (SELECT * FROM keys ORDER BY turn) AS keys CROSS JOIN LATERAL (
         SELECT ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL
-          OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[])) OR (status = 'processing'
-          AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-          AND NOT topic = ANY (:skip_topics::text[]))) AND
+          OR tenant_id = :tenant_id)) OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after
+          AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id))) AND
         (:skip_dead::boolean OR NOT EXISTS (
                 SELECT 1 FROM "postroom_outbox" AS dead
                 WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
@@ -327,14 +436,13 @@ heads AS MATERIALIZED (
     WHERE head.eligible
     LIMIT :limit::bigint
 ), planned AS MATERIALIZED (
-    SELECT run.id, heads.topic, heads."key", run.place
+    SELECT run.id, heads.topic, heads."key", run.place, row_number() OVER () AS turn
     FROM heads CROSS JOIN LATERAL (
         SELECT id, row_number() OVER (ORDER BY seq) AS place, bool_and(eligible) OVER (ORDER BY seq) AS unbroken
         FROM (
             SELECT id, seq, ((status = 'pending' AND next_attempt_at <= now() AND attempts < :max_attempts
-              AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[]))
-              OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL
-              OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[]))) AND
+              AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing' AND locked_until < now()
+              AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id))) AND
             (:skip_dead::boolean OR NOT EXISTS (
                     SELECT 1 FROM "postroom_outbox" AS dead
                     WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
@@ -349,19 +457,21 @@ heads AS MATERIALIZED (
     WHERE run.unbroken
     LIMIT :limit
 ), locked AS MATERIALIZED (
-    SELECT id FROM "postroom_outbox"
+    SELECT id, octet_length(payload) + pg_column_size(headers) AS size FROM "postroom_outbox"
     WHERE id = ANY (ARRAY(SELECT id FROM planned)) AND ((status = 'pending' AND next_attempt_at <= now()
-      AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-      AND NOT topic = ANY (:skip_topics::text[])) OR (status = 'processing' AND locked_until < now() AND attempts < :suspect_after
-      AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id) AND NOT topic = ANY (:skip_topics::text[])))
+      AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing'
+      AND locked_until < now() AND attempts < :suspect_after AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)))
     FOR UPDATE SKIP LOCKED
 ), chosen AS (
-    -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
     SELECT id
     FROM (
-        SELECT id, place, row_number() OVER (PARTITION BY topic, "key" ORDER BY place) AS nth
-        FROM planned JOIN locked USING (id)) AS numbered
-    WHERE nth = place
+        -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
+        SELECT id, size, sum(size) OVER (ORDER BY turn) AS total
+        FROM (
+            SELECT id, size, turn, place, row_number() OVER (PARTITION BY topic, "key" ORDER BY place) AS nth
+            FROM planned JOIN locked USING (id)) AS numbered
+        WHERE nth = place) AS summed
+    WHERE total <= :max_bytes::bigint OR total = size
 ), taken AS (
     UPDATE "postroom_outbox"
     SET status = 'processing', attempts = attempts + 1, token = token + 1,
@@ -377,7 +487,6 @@ SELECT taken.*, mark.* FROM mark LEFT JOIN taken ON true;
 WITH chosen AS MATERIALIZED (SELECT id FROM "postroom_outbox" AS head
     WHERE namespace = :namespace AND status = 'processing' AND locked_until < now()
     AND attempts >= :suspect_after AND attempts < :max_attempts AND (:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)
-      AND NOT topic = ANY (:skip_topics::text[])
     AND
     (:skip_dead::boolean OR NOT EXISTS (
             SELECT 1 FROM "postroom_outbox" AS dead
@@ -431,6 +540,15 @@ FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[
 AS held(id, token, delay, error)
 WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status NOT IN ('pending', 'delivered', 'dead');
 
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'pending', attempts = attempts - 1, next_attempt_at = (SELECT clock_timestamp()) + :duration::interval,
+destination = held.error, parked = "postroom_outbox".token,
+locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
+FROM unnest(:ids::uuid[], :tokens::bigint[], :delays::interval[], :errors::text[])
+AS held(id, token, delay, error)
+WHERE "postroom_outbox".id = held.id AND "postroom_outbox".token = held.token AND status NOT IN ('pending', 'delivered', 'dead');
+
 -- settle, deleting what was delivered
 DELETE FROM "postroom_outbox" WHERE id = ANY (:ids::uuid[]) AND token = :token::bigint AND status NOT IN ('pending', 'delivered');
 
@@ -439,6 +557,43 @@ UPDATE "postroom_outbox" SET locked_until = (SELECT clock_timestamp()) + :durati
 WHERE id = ANY (:ids::uuid[])
 AND NOT ((id, token) NOT IN (SELECT * FROM unnest(:ids::uuid[], :tokens::bigint[])))
 AND status NOT IN ('pending', 'delivered', 'dead');
+
+-- list destinations with parked messages
+WITH RECURSIVE names (destination, place) AS (
+    SELECT destination, 1
+    FROM (
+        SELECT destination FROM "postroom_outbox"
+        WHERE status = 'pending' AND parked = token AND namespace = :namespace AND destination > :after
+        ORDER BY destination LIMIT 1) AS first
+    UNION ALL
+    SELECT (
+        SELECT destination FROM "postroom_outbox"
+        WHERE status = 'pending' AND parked = token AND namespace = :namespace AND destination > names.destination
+        ORDER BY destination LIMIT 1), names.place + 1
+    FROM names
+    WHERE names.destination IS NOT NULL AND names.place < :limit)
+SELECT destination FROM names WHERE destination IS NOT NULL ORDER BY place;
+
+-- unpark
+WITH chosen AS MATERIALIZED (
+    SELECT id, topic, "key" FROM "postroom_outbox"
+    WHERE status = 'pending' AND parked = token AND namespace = :namespace::text AND destination = :destination::text
+    ORDER BY next_attempt_at, seq LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
+), heads AS MATERIALIZED (
+    SELECT id FROM "postroom_outbox"
+    WHERE id = ANY (ARRAY(
+            SELECT (
+                SELECT id FROM "postroom_outbox"
+                WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace
+                AND topic = keys.topic AND "key" = keys."key"
+                ORDER BY seq LIMIT 1)
+            FROM (SELECT DISTINCT topic, "key" FROM chosen WHERE "key" IS NOT NULL) AS keys))
+    AND parked = token AND destination = :destination AND status NOT IN ('processing', 'delivered', 'dead')
+    FOR UPDATE SKIP LOCKED
+)
+UPDATE "postroom_outbox"
+SET next_attempt_at = created_at, parked = NULL, updated_at = clock_timestamp()
+WHERE id = ANY (ARRAY(SELECT id FROM chosen UNION SELECT id FROM heads));
 
 -- sweep
 UPDATE "postroom_outbox"
@@ -494,11 +649,54 @@ SELECT (SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE names
   AND status = 'dead' LIMIT 10000) AS counted_4);
 
 -- stats
-SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM "postroom_outbox"
-WHERE namespace = :namespace AND status = 'pending' AND "key" IS NULL AND next_attempt_at <= now()
+SELECT extract(epoch FROM now() - next_attempt_at) FROM (
+    SELECT min(next_attempt_at) AS next_attempt_at FROM "postroom_outbox"
+    WHERE namespace = :namespace AND status = 'pending' AND "key" IS NULL AND next_attempt_at <= now()) AS due
 UNION ALL
-SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM "postroom_outbox"
-WHERE namespace = :namespace AND status = 'pending' AND "key" IS NOT NULL AND next_attempt_at <= now();
+SELECT extract(epoch FROM now() - created_at) FROM (
+    SELECT min(created_at) AS created_at FROM (
+        SELECT created_at FROM "postroom_outbox"
+        WHERE status = 'pending' AND parked = token AND namespace = :namespace AND destination IS NOT NULL
+        ORDER BY destination, next_attempt_at, seq LIMIT 1000) AS first) AS parked;
+
+-- stats
+WITH head AS (
+    SELECT namespace, topic, "key", seq, next_attempt_at FROM "postroom_outbox"
+    WHERE namespace = :namespace AND status = 'pending' AND "key" IS NOT NULL AND next_attempt_at <= now()
+    ORDER BY next_attempt_at, seq LIMIT 1000)
+SELECT (SELECT count(*) FROM head),
+(SELECT extract(epoch FROM now() - next_attempt_at) FROM head WHERE
+    head.seq = (
+        SELECT earlier.seq FROM "postroom_outbox" AS earlier
+        WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND earlier.namespace = head.namespace
+        AND earlier.topic = head.topic AND earlier."key" = head."key"
+        ORDER BY earlier.seq LIMIT 1)
+    AND (
+        SELECT dead.seq FROM "postroom_outbox" AS dead
+        WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+        AND dead."key" = head."key" AND dead.seq < head.seq
+        ORDER BY dead.seq LIMIT 1) IS NULL
+    ORDER BY next_attempt_at, seq LIMIT 1);
+
+-- stats
+SELECT topic, "key",
+CASE WHEN status = 'pending' AND next_attempt_at <= now() AND
+head.seq = (
+    SELECT earlier.seq FROM "postroom_outbox" AS earlier
+    WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND earlier.namespace = head.namespace
+    AND earlier.topic = head.topic AND earlier."key" = head."key"
+    ORDER BY earlier.seq LIMIT 1)
+AND (
+    SELECT dead.seq FROM "postroom_outbox" AS dead
+    WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+    AND dead."key" = head."key" AND dead.seq < head.seq
+    ORDER BY dead.seq LIMIT 1) IS NULL
+THEN extract(epoch FROM now() - next_attempt_at) END
+FROM (
+    SELECT namespace, topic, "key", seq, status, next_attempt_at FROM "postroom_outbox"
+    WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace AND (topic, "key") > (:topic::text,
+      :key::text)
+    ORDER BY topic, "key", seq LIMIT 1) AS head;
 
 -- mark a message as handled
 INSERT INTO "postroom_inbox" (consumer, tenant_id, message_id, created_at)

@@ -147,54 +147,53 @@ INSERT INTO "postroom_outbox" (id, namespace, topic, type, "key", tenant_id, ded
 ON CONFLICT DO NOTHING RETURNING id;
 
 -- claim messages without a key
-UPDATE "postroom_outbox"
-SET status = 'processing', attempts = attempts + 1, token = token + 1,
-locked_by = :worker, locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,
-  updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
-WHERE seq IN (
-    SELECT seq FROM "postroom_outbox"
-    WHERE namespace = :namespace AND "key" IS NULL AND status = 'processing'
-      AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
-      AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
-    ORDER BY locked_until, seq LIMIT :limit
-)
-RETURNING id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at,
-attempts, token, seq;
+SELECT seq, length(payload) + length(headers) FROM "postroom_outbox"
+WHERE namespace = :namespace AND "key" IS NULL AND status = 'processing'
+  AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
+ORDER BY locked_until, seq LIMIT :limit;
+
+-- claim messages without a key
+SELECT seq, length(payload) + length(headers) FROM "postroom_outbox"
+WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending'
+  AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
+ORDER BY next_attempt_at, seq LIMIT :limit;
 
 -- claim messages without a key
 UPDATE "postroom_outbox"
 SET status = 'processing', attempts = attempts + 1, token = token + 1,
 locked_by = :worker, locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,
   updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
-WHERE seq IN (
-    SELECT seq FROM "postroom_outbox"
-    WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending'
-      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
-      AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
-    ORDER BY next_attempt_at, seq LIMIT :limit
-)
-RETURNING id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at,
-attempts, token, seq;
+WHERE seq IN :rows
+RETURNING id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts, token, seq;
+
+-- claim messages without a key, the newest first
+SELECT seq, length(payload) + length(headers) FROM "postroom_outbox"
+WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending'
+  AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
+ORDER BY next_attempt_at DESC, seq DESC LIMIT :limit;
 
 -- claim messages with a key
 SELECT topic, "key" FROM "postroom_outbox"
 WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'processing'
   AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
-  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY locked_until, seq LIMIT :limit;
 
 -- claim messages with a key
 SELECT topic, "key" FROM "postroom_outbox"
 WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending'
   AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
-  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY next_attempt_at, seq LIMIT :limit;
 
 -- claim messages with a key
-SELECT id, ((status = 'pending' AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
-  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)
-  OR (status = 'processing' AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
-  AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics)) AND
+SELECT seq, ((status = 'pending' AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+  AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing'
+  AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id))) AND
 (:skip_dead OR NOT EXISTS (
         SELECT 1 FROM "postroom_outbox" AS dead
         WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
@@ -205,33 +204,30 @@ WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = 
 ORDER BY seq LIMIT :length;
 
 -- claim messages with a key
-SELECT id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
-  FROM "postroom_outbox"
-WHERE id IN :ids AND namespace = :namespace AND ((status = 'pending'
+SELECT seq, length(payload) + length(headers) FROM "postroom_outbox"
+WHERE seq IN :rows AND namespace = :namespace AND ((status = 'pending'
   AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
-  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics) OR (status = 'processing'
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing'
   AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :suspect_after
-  AND (:tenant_id IS NULL OR tenant_id = :tenant_id) AND topic NOT IN :skip_topics));
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id)));
 
 -- claim messages with a key
-UPDATE "postroom_outbox"
-SET status = 'processing', attempts = attempts + 1, token = token + 1,
-locked_by = :worker, locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,
-  updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
-WHERE id IN :ids;
-
--- claim behind keys that wait
 SELECT topic, "key" FROM "postroom_outbox"
 WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace AND (topic, "key") > (:topic, :key)
 ORDER BY topic, "key" LIMIT 1;
 
+-- claim messages with a key, the newest first
+SELECT topic, "key" FROM "postroom_outbox"
+WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending'
+  AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND attempts < :max_attempts
+  AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
+ORDER BY next_attempt_at DESC, seq DESC LIMIT :limit;
+
 -- claim a suspect
-SELECT id, topic, type, "key", payload, content_type, headers, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
-  FROM "postroom_outbox" AS head
+SELECT seq FROM "postroom_outbox" AS head
 WHERE namespace = :namespace AND status = 'processing'
   AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
 AND attempts >= :suspect_after AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
-  AND topic NOT IN :skip_topics
 AND
 (:skip_dead OR NOT EXISTS (
         SELECT 1 FROM "postroom_outbox" AS dead
@@ -285,12 +281,60 @@ FROM (
     FROM json_each(:changes)) AS changed
 WHERE id = changed.changed_id;
 
+-- settle, keeping what was delivered
+UPDATE "postroom_outbox"
+SET status = 'pending', attempts = attempts - 1,
+  next_attempt_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + changed.delay,
+destination = changed.error, parked = token,
+locked_by = NULL, locked_until = NULL, updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+FROM (
+    SELECT json_extract(value, '$[0]') AS changed_id, json_extract(value, '$[1]') AS delay,
+    json_extract(value, '$[2]') AS error
+    FROM json_each(:changes)) AS changed
+WHERE id = changed.changed_id;
+
 -- settle, deleting what was delivered
 DELETE FROM "postroom_outbox" WHERE id IN :ids AND token = :token AND status NOT IN ('pending', 'delivered');
 
 -- extend leases
 UPDATE "postroom_outbox" SET locked_until = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) + :duration,
   updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) WHERE id IN :ids;
+
+-- list destinations with parked messages
+WITH RECURSIVE names (destination, place) AS (
+    SELECT destination, 1
+    FROM (
+        SELECT destination FROM "postroom_outbox"
+        WHERE status = 'pending' AND parked = token AND namespace = :namespace AND destination > :after
+        ORDER BY destination LIMIT 1) AS first
+    UNION ALL
+    SELECT (
+        SELECT destination FROM "postroom_outbox"
+        WHERE status = 'pending' AND parked = token AND namespace = :namespace AND destination > names.destination
+        ORDER BY destination LIMIT 1), names.place + 1
+    FROM names
+    WHERE names.destination IS NOT NULL AND names.place < :limit)
+SELECT destination FROM names WHERE destination IS NOT NULL ORDER BY place;
+
+-- unpark
+SELECT seq FROM "postroom_outbox"
+WHERE status = 'pending' AND parked = token AND namespace = :namespace AND destination = :destination
+ORDER BY next_attempt_at, seq LIMIT :limit;
+
+-- unpark
+SELECT (
+    SELECT seq FROM "postroom_outbox" AS head
+    WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND head.namespace = chosen.namespace
+    AND head.topic = chosen.topic AND head."key" = chosen."key"
+    ORDER BY head.seq LIMIT 1)
+FROM "postroom_outbox" AS chosen
+WHERE chosen.seq IN :rows AND chosen."key" IS NOT NULL;
+
+-- unpark
+UPDATE "postroom_outbox"
+SET next_attempt_at = created_at, parked = NULL, updated_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+WHERE seq IN :rows AND parked = token AND destination = :destination
+AND status NOT IN ('processing', 'delivered', 'dead');
 
 -- sweep
 SELECT id FROM "postroom_outbox"
@@ -346,11 +390,52 @@ SELECT (SELECT count(*) FROM (SELECT 1 AS one FROM "postroom_outbox" WHERE names
 SELECT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) - next_attempt_at) / 1000.0 FROM (
     SELECT min(next_attempt_at) AS next_attempt_at FROM "postroom_outbox"
     WHERE namespace = :namespace AND status = 'pending' AND "key" IS NULL
-      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
-    UNION ALL
-    SELECT min(next_attempt_at) FROM "postroom_outbox"
+      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)) AS due
+UNION ALL
+SELECT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) - created_at) / 1000.0 FROM (
+    SELECT min(created_at) AS created_at FROM (
+        SELECT created_at FROM "postroom_outbox"
+        WHERE status = 'pending' AND parked = token AND namespace = :namespace AND destination IS NOT NULL
+        ORDER BY destination, next_attempt_at, seq LIMIT 1000) AS first) AS parked;
+
+-- stats
+WITH head AS (
+    SELECT namespace, topic, "key", seq, next_attempt_at FROM "postroom_outbox"
     WHERE namespace = :namespace AND status = 'pending' AND "key" IS NOT NULL
-      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER));
+      AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+    ORDER BY next_attempt_at, seq LIMIT 1000)
+SELECT (SELECT count(*) FROM head),
+(SELECT (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) - next_attempt_at) / 1000.0 FROM head WHERE
+    head.seq = (
+        SELECT earlier.seq FROM "postroom_outbox" AS earlier
+        WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND earlier.namespace = head.namespace
+        AND earlier.topic = head.topic AND earlier."key" = head."key"
+        ORDER BY earlier.seq LIMIT 1)
+    AND (
+        SELECT dead.seq FROM "postroom_outbox" AS dead
+        WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+        AND dead."key" = head."key" AND dead.seq < head.seq
+        ORDER BY dead.seq LIMIT 1) IS NULL
+    ORDER BY next_attempt_at, seq LIMIT 1);
+
+-- stats
+SELECT topic, "key",
+CASE WHEN status = 'pending' AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) AND
+head.seq = (
+    SELECT earlier.seq FROM "postroom_outbox" AS earlier
+    WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND earlier.namespace = head.namespace
+    AND earlier.topic = head.topic AND earlier."key" = head."key"
+    ORDER BY earlier.seq LIMIT 1)
+AND (
+    SELECT dead.seq FROM "postroom_outbox" AS dead
+    WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+    AND dead."key" = head."key" AND dead.seq < head.seq
+    ORDER BY dead.seq LIMIT 1) IS NULL
+THEN (CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) - next_attempt_at) / 1000.0 END
+FROM (
+    SELECT namespace, topic, "key", seq, status, next_attempt_at FROM "postroom_outbox"
+    WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace AND (topic, "key") > (:topic, :key)
+    ORDER BY topic, "key", seq LIMIT 1) AS head;
 
 -- mark a message as handled
 INSERT INTO "postroom_inbox" (consumer, tenant_id, message_id, created_at)

@@ -207,7 +207,7 @@ class MemoryStore:
 
 
 def _is_ours(row: MemoryRow, terms: ClaimTerms) -> bool:
-    return terms.tenant_id in {None, row.message.tenant_id} and row.message.topic not in terms.skip_topics
+    return terms.tenant_id in {None, row.message.tenant_id}
 
 
 def _is_ready(row: MemoryRow, terms: ClaimTerms, now: datetime) -> bool:

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from ..message import Message
 from ..outbox import Added
-from ..store import Claim, ClaimTerms, Dead, Delivered, Outcome, Release, Retry
+from ..store import PARKED_FOR, Claim, ClaimTerms, Dead, Delivered, Outcome, Release, Retry
 from .contracts.harness import StoredRow
 
 __all__ = ["Model", "ModelRow"]
@@ -28,12 +28,16 @@ class ModelRow:
 
     message: Message
     due: int
+    created: int
     status: str = "pending"
     attempts: int = 0
     token: int = 0
     until: int | None = None
     delivered: int | None = None
     error: str | None = None
+    #: For which destination it is parked, and after how many others.
+    destination: str | None = None
+    turn: int = 0
 
     @property
     def line(self) -> object:
@@ -51,6 +55,8 @@ class Model:
 
     now: int = 0
     rows: list[ModelRow] = field(default_factory=list[ModelRow])
+    #: How often messages were parked together.
+    turns: int = 0
 
     def find(self, identity: UUID) -> ModelRow | None:
         """Return a message that is stored."""
@@ -62,7 +68,7 @@ class Model:
             for row in self.rows:
                 if (row.message.topic, row.message.dedupe_key) == (message.topic, message.dedupe_key):
                     return Added(row.message.id, added=False)
-        self.rows.append(ModelRow(message, self.now + delay))
+        self.rows.append(ModelRow(message, self.now + delay, self.now))
         return Added(message.id, added=True)
 
     # -- claim -------------------------------------------------------------------------------------------------
@@ -70,6 +76,9 @@ class Model:
     def take(self, claims: Sequence[Claim], limit: int, terms: ClaimTerms, lease: int, *, complete: bool) -> None:
         """Check that a store was right to claim these messages and no others, and claim them here too."""
         assert len(claims) <= limit
+        size = sum(len(claim.message.payload) for claim in claims)
+        if terms.max_bytes is not None and claims[1:]:
+            assert size <= terms.max_bytes, "too many bytes were claimed"
         taken = [self._expected(claim) for claim in claims]
         places = [self.rows.index(row) for row in taken]
         assert places == sorted(set(places)), "claims do not come in order of arrival"
@@ -82,12 +91,8 @@ class Model:
             if complete and not claims:
                 self._check_nothing_was_left(taken, terms)
         for row in taken:
-            row.status, row.attempts, row.token, row.until = (
-                "processing",
-                row.attempts + 1,
-                row.token + 1,
-                self.now + lease,
-            )
+            row.status, row.until, row.destination = "processing", self.now + lease, None
+            row.attempts, row.token = row.attempts + 1, row.token + 1
 
     def _expected(self, claim: Claim) -> ModelRow:
         row = self.find(claim.message.id)
@@ -121,7 +126,7 @@ class Model:
         return {row.line: self._waiting(row.line, terms)[0] for row in self.rows if self._waiting(row.line, terms)}
 
     def _is_wanted(self, row: ModelRow, terms: ClaimTerms) -> bool:
-        return terms.tenant_id in {None, row.message.tenant_id} and row.message.topic not in terms.skip_topics
+        return terms.tenant_id in {None, row.message.tenant_id}
 
     def _is_ready(self, row: ModelRow, terms: ClaimTerms) -> bool:
         if row.status == "pending":
@@ -167,10 +172,31 @@ class Model:
             case Dead(error):
                 row.end("dead")
                 row.error = error
-            case Release(delay):
+            case Release(delay, None):
                 row.end("pending")
                 row.attempts = row.attempts - 1
                 row.due = self.now + int(delay.total_seconds()) // 60 if delay else row.due
+
+            case Release(_, destination):
+                row.end("pending")
+                row.attempts, row.destination, row.turn = row.attempts - 1, destination, self.turns
+                row.due = self.now + int(PARKED_FOR.total_seconds()) // 60
+
+    def parked(self) -> list[str]:
+        """Return the destinations that have parked messages."""
+        return sorted({row.destination for row in self.rows if row.destination and row.status == "pending"})
+
+    def unpark(self, destination: str, limit: int) -> int:
+        """Make messages due in the order in which they were parked, with the heads of their keys; return how many."""
+        waiting = [row for row in self.rows if (row.status, row.destination) == ("pending", destination)]
+        chosen = sorted(waiting, key=lambda row: row.turn)[:limit]
+        unsettled = {"pending", "processing"}
+        for row in list(chosen):
+            head = next(other for other in self.rows if other.line == row.line and other.status in unsettled)
+            chosen += [head] if head in waiting and head not in chosen else []
+        for row in chosen:
+            row.due, row.destination = row.created, None
+        return min(len(chosen), limit)
 
     def extend(self, claim: Claim, lease: int) -> bool:
         """Prolong a lease; tell whether the claim was still held."""

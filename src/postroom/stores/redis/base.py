@@ -95,14 +95,6 @@ class StoreInRedis(ABC):
         """
         return await self._assurance.claimed(partial(self._claim, limit, terms), self._settle, self._prefix)
 
-    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
-        """Return destinations that have parked messages."""
-        return []
-
-    async def unpark(self, destination: str, limit: int) -> int:
-        """Make messages due that are parked for a destination."""
-        return 0
-
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Record what became of claims, safely; return those that were lost."""
         async with self.confirmed():

@@ -66,10 +66,16 @@ _WORDS: Final[Mapping[str, str]] = {
 }
 
 
+#: What servers answer when a script calls a command that its user may not run; they leave out the word.
+_REFUSED_IN_SCRIPT: Final = ("ACL failure in script", "user executing the script can't run this command")
+
+
 def translated(error: BaseException, place: str) -> StoreError:
     """Return our error for one of the library's."""
     words = " ".join(str(error).split())
     word = _WORDS.get(type(error).__name__) or words.partition(" ")[0].rstrip(":,")
+    if any(text in words for text in _REFUSED_IN_SCRIPT):
+        word = "NOPERM"
     kind = _kind(error, word)
     advice = _ADVICE.get(word, "")
     if not advice and kind is StoreUnavailableError:

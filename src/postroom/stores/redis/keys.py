@@ -14,7 +14,7 @@ __all__ = ["Keys", "dedupe_field", "lane"]
 #: In the order in which the scripts know them.
 _NAMES: Final = (
     *("entries", "states", "errors", "due", "held", "leased", "dead", "done", "lanes", "tombs"),
-    *("dedupes", "topics", "counters", "tried"),
+    *("dedupes", "topics", "counters", "tried", "parked"),
 )
 #: What stands as it is between braces; everything else is written as `%` and two digits.
 _PLAIN: Final = "!#$&'()*+,/:;=?@[]^`|~ "

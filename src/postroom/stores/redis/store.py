@@ -11,7 +11,19 @@ from uuid import UUID
 
 from ...message import DEFAULT_NAMESPACE
 from ...outbox import Outbox
-from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Release, Retry, Settlement, Stats
+from ...store import (
+    PARKED_FOR,
+    Claim,
+    ClaimTerms,
+    Dead,
+    Delivered,
+    Features,
+    Release,
+    Retry,
+    Settlement,
+    Stats,
+    destination_name,
+)
 from .base import AT_ONCE, SUSPECTS_EVERY, TIMEOUT, WEEK, StoreInRedis
 from .decisions import ticket_keys, ticket_script
 from .hints import listen
@@ -26,6 +38,7 @@ __all__ = ["Counters", "RedisStore"]
 _PAUSE: Final = 0.005
 _MICROSECOND: Final = timedelta(microseconds=1)
 _OUTCOMES: Final = {Delivered: "d", Retry: "r", Dead: "x", Release: "e"}
+_PARKED: Final = "k"
 #: How many bytes of a token are told.
 _TOKEN: Final = 8
 #: What a claim of the script consists of.
@@ -118,7 +131,8 @@ class RedisStore(StoreInRedis):
                 terms.worker.bytes,
                 int(self._turn % SUSPECTS_EVERY == 0),
                 since,
-                *terms.skip_topics,
+                "" if terms.max_bytes is None else terms.max_bytes,
+                int(terms.newest_first),
             )
             if parts or not since:
                 return [self._claimed(*parts[first : first + _PARTS]) for first in range(0, len(parts), _PARTS)]
@@ -158,6 +172,26 @@ class RedisStore(StoreInRedis):
         while count := await self._run("sweep", terms.max_attempts):
             total += count
         return total
+
+    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
+        """Return destinations that have parked messages, in the order of their UTF-8 bytes."""
+        found: list[str] = []
+        has_more = True
+        while has_more and len(found) < limit:
+            has_more, *names = await self._run("parked", found[-1] if found else after, limit - len(found))
+            found += [name.decode() for name in names]
+        return found
+
+    async def unpark(self, destination: str, limit: int) -> int:
+        """Make messages due that are parked for a destination; return how many."""
+        total = 0
+        while total < limit:
+            wanted = min(limit - total, AT_ONCE)
+            seen, count = await self._run("unpark", destination_name(destination), wanted)
+            total += count
+            if seen < wanted:
+                break
+        return min(total, limit)
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         """Delete up to ``limit`` messages delivered longer ago; return how many."""
@@ -241,6 +275,9 @@ def _told(settlements: Sequence[Settlement]) -> bytes:
 
 def _words(settlement: Settlement) -> tuple[Any, ...]:
     message, outcome = settlement.claim.message, settlement.outcome
+    if isinstance(outcome, Release) and outcome.destination:
+        name = destination_name(outcome.destination)
+        return message.id.bytes, message.token, _PARKED, PARKED_FOR // _MICROSECOND, name
     delay = outcome.delay or timedelta(0) if isinstance(outcome, Retry | Release) else timedelta(0)
     error = clipped(outcome.error) if isinstance(outcome, Retry | Dead) else b""
     return message.id.bytes, message.token, _OUTCOMES[type(outcome)], delay // _MICROSECOND, error

@@ -105,7 +105,9 @@ class RedisStreamStore(StoreInRedis):
             replicas=replicas,
             timeout=timeout,
         )
-        self.features: Features = Features(wakeups=True, requires_transaction=False, ordered=False, dedupes=False)
+        self.features: Features = Features(
+            wakeups=True, requires_transaction=False, ordered=False, dedupes=False, parks=False
+        )
         self.consumer: str = consumer or f"{socket.gethostname()[:50]}-{os.getpid()}-{uuid4().hex}"
         self._group = group
         self._marshal = marshal
@@ -133,7 +135,7 @@ class RedisStreamStore(StoreInRedis):
         since = b""
         while True:
             since, claims = await self._look(limit, terms, since)
-            others = [claim for claim in claims if not _is_for(claim.message, terms)] if _is_choosy(terms) else []
+            others = [claim for claim in claims if not _is_for(claim.message, terms)] if terms.tenant_id else []
             if others:
                 await self._settle([Settlement(claim, Release()) for claim in others])
                 claims = [claim for claim in claims if _is_for(claim.message, terms)]
@@ -147,33 +149,23 @@ class RedisStreamStore(StoreInRedis):
         tenant = b"" if terms.tenant_id is None else terms.tenant_id.bytes
         before, turn = "" if self._has_claimed else f"{self.consumer}|", int(self._turn % SUSPECTS_EVERY == 0)
         wishes = size, lease, terms.max_attempts, terms.suspect_after, name, before, turn, tenant
-        since, base, suspect, entries, told = await self._run("claim", *wishes, since, *terms.skip_topics)
-        self._has_claimed = True
-        claims = self._taken(entries, told, base=int(base), is_suspect=bool(suspect))
-        if since or suspect or len(claims) == size:
-            return since, claims
+        max_bytes = "" if terms.max_bytes is None else terms.max_bytes
         try:
-            return since, claims + await self._fresh(size - len(claims), name, int(base) + 1)
+            since, base, suspect, entries, told, fresh = await self._run("claim", *wishes, since, max_bytes)
         except StoreError as error:
-            if claims:
-                return since, claims  # whatever it was, it will come up again when these are under way
             if not str(error.__cause__).startswith("NOGROUP"):
                 raise
             await self._run("open")
             return await self._look(limit, terms, since)
+        self._has_claimed = True
+        claims = self._taken(entries, told, base=int(base), is_suspect=bool(suspect))
+        return since, claims + [self._one(entry, _fields(words), 1, int(base) + 1) for entry, words in fresh]
 
     def _taken(self, entries: list[Any], told: list[int], *, base: int, is_suspect: bool) -> list[Claim]:
         claims: list[Claim] = []
         for (entry, words), count, attempt in zip(entries, told[::2], told[1::2], strict=True):
-            fields = dict(zip(words[::2], words[1::2], strict=True))
-            claims.append(self._one(entry, fields, attempt, base + count, is_suspect=is_suspect))
+            claims.append(self._one(entry, _fields(words), attempt, base + count, is_suspect=is_suspect))
         return claims
-
-    async def _fresh(self, limit: int, name: str, token: int) -> list[Claim]:
-        """Read new entries, which are ours for as long as the name says."""
-        words = "XREADGROUP", "GROUP", self._group, name, "COUNT", limit, "STREAMS", self._keys.stream, ">"
-        answer = await self._client.ask(self._keys.stream, *words)
-        return [self._one(entry, fields, 1, token) for entry, fields in _entries(answer)]
 
     def _one(
         self, entry: bytes, fields: dict[bytes, bytes], attempt: int, token: int, *, is_suspect: bool = False
@@ -245,6 +237,14 @@ class RedisStreamStore(StoreInRedis):
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
+    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
+        """Return nothing: an entry of a stream cannot be parked."""
+        return []
+
+    async def unpark(self, destination: str, limit: int) -> int:
+        """Do nothing: an entry of a stream cannot be parked."""
+        return 0
+
     async def sweep(self, terms: ClaimTerms) -> int:
         """Make messages dead that have no attempt left; return how many."""
         count: int = await self._run("sweep", terms.max_attempts, FORGET_NAMES // _MILLISECOND)
@@ -306,20 +306,12 @@ class RedisStreamStore(StoreInRedis):
         return await self._client.run(f"stream_{name}", self._keys.all, self._group, *arguments)
 
 
-def _entries(answer: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:  # noqa: ANN401 -- three kinds of answer
-    """Return the entries of an answer, which the library tells in its own way for each protocol and taste."""
-    found: list[Any] = [*answer.values()] if hasattr(answer, "values") else [entries for _, entries in answer]
-    if not found:
-        return []
-    return found[0][0] if isinstance(found[0][0], list) else found[0]
-
-
-def _is_choosy(terms: ClaimTerms) -> bool:
-    return bool(terms.tenant_id or terms.skip_topics)
+def _fields(words: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def _is_for(message: Message, terms: ClaimTerms) -> bool:
-    return terms.tenant_id in {None, message.tenant_id} and message.topic not in terms.skip_topics
+    return terms.tenant_id in {None, message.tenant_id}
 
 
 def _words(claim: StreamClaim, outcome: Retry | Dead | Release) -> tuple[Any, ...]:

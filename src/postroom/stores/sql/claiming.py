@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from ...errors import DecodeError
@@ -13,9 +14,11 @@ from ...store import ClaimTerms
 from .statement import Row, Script
 from .wording import Wording
 
-__all__ = ["RUN", "WINDOW", "Claiming", "Walk"]
+__all__ = ["RUN", "WINDOW", "Claiming", "Walk", "in_order"]
 
 
+_OLDEST_FIRST = "ORDER BY next_attempt_at, seq"
+_NEWEST_FIRST = "ORDER BY next_attempt_at DESC, seq DESC"
 #: How many due rows are looked at for one that may be claimed in order.
 WINDOW = 4
 #: The least number of messages of one key that travel together when there are many keys.
@@ -41,25 +44,30 @@ class Claiming(Wording):
         expired = yield self.query(self._expired, limit=limit, **params)
         found = list(expired.rows)
         if len(found) < limit:
-            due = yield self.query(self._due, limit=limit - len(found), **params)
+            due = yield self.query(in_order(self._due, terms), limit=limit - len(found), **params)
             found.extend(due.rows)
-        yield from self._take(found, terms)
-        return found
+        return (yield from self._take(_fitting(found, terms), terms))
 
     def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
         """Claim runs of keys that begin with the head of their key."""
         window = WINDOW * limit
+        was_due, walk.is_due = walk.is_due, False
+        if was_due:
+            walked = yield from self._walk_keys(namespace, window, walk)
+            claimed = yield from self._claim_runs(list(walked), namespace, limit, terms)
+            if claimed:
+                return claimed
         params = self._eligibility(namespace, terms)
         expired = yield self.query(self._expired_keys, limit=window, **params)
-        due = yield self.query(self._due_keys, limit=window, **params)
+        due = yield self.query(in_order(self._due_keys, terms), limit=window, **params)
         keys = list(dict.fromkeys((row[0], row[1]) for row in (*expired.rows, *due.rows)))
-        claimed = yield from self._claim_runs(keys, limit, params, terms)
-        if len(claimed) < limit and window in {len(expired.rows), len(due.rows)}:
-            # Followers of keys that wait may fill the whole window; behind them there may be keys that could go.
+        claimed = yield from self._claim_runs(keys, namespace, limit, terms)
+        # Followers of keys that wait may fill the whole window; behind them there may be keys that could go.
+        is_clogged = len(claimed) < limit and window in {len(expired.rows), len(due.rows)}
+        if is_clogged and not claimed and not was_due:
             walked = yield from self._walk_keys(namespace, window, walk)
-            seen = set(keys)
-            more = [key for key in walked if key not in seen]
-            claimed += yield from self._claim_runs(more, limit - len(claimed), params, terms)
+            return (yield from self._claim_runs(list(walked), namespace, limit, terms))
+        walk.is_due = is_clogged
         return claimed
 
     def _walk_keys(self, namespace: str, steps: int, walk: Walk) -> Script[dict[tuple[str, str], None]]:
@@ -77,8 +85,9 @@ class Claiming(Wording):
         return keys
 
     def _claim_runs(
-        self, keys: Sequence[tuple[str, str]], limit: int, params: Mapping[str, Any], terms: ClaimTerms
-    ) -> Script[list[Row]]:
+        self, keys: Sequence[tuple[str, str]], namespace: str, limit: int, terms: ClaimTerms
+    ) -> Script[Sequence[Row]]:
+        params = self._eligibility(namespace, terms)
         planned: dict[Any, tuple[tuple[str, str], int]] = {}
         length = max(limit // max(len(keys), 1), min(RUN, limit))
         for key in keys:
@@ -92,30 +101,29 @@ class Claiming(Wording):
                 planned[identity] = (key, place)
         if not planned:
             return []
-        locked = yield self.query(self._lock, ids=list(planned), **params)
-        chosen = _unbroken(locked.rows, planned)
-        yield from self._take(chosen, terms)
-        return chosen
+        locked = yield self.query(self._lock, rows=list(planned), **params)
+        return (yield from self._take(_fitting(_unbroken(locked.rows, planned), terms), terms))
 
     def claim_suspect(self, namespace: str, terms: ClaimTerms) -> Script[Sequence[Row]]:
         """Claim one message that may have killed its worker, if it is the head of its key."""
         picked = yield self.query(self._suspect, **self._eligibility(namespace, terms))
-        yield from self._take(picked.rows, terms)
-        return picked.rows
+        return (yield from self._take([row[0] for row in picked.rows], terms))
 
-    def _take(self, rows: Sequence[Row], terms: ClaimTerms) -> Script[None]:
-        if rows:
-            yield self.sql(
-                """
-                UPDATE {outbox}
-                SET status = 'processing', attempts = attempts + 1, token = token + 1,
-                    locked_by = :worker, locked_until = {later}, updated_at = {now}
-                WHERE id IN :ids
-                """,
-                ids=[row[0] for row in rows],
-                worker=self.uuid(terms.worker),
-                duration=self.duration(terms.lease),
-            )
+    def _take(self, rows: Sequence[Any], terms: ClaimTerms) -> Script[Sequence[Row]]:
+        """Lease rows by what they are found by, and return them as they are then."""
+        if not rows:
+            return []
+        worker, duration = self.uuid(terms.worker), self.duration(terms.lease)
+        yield self.sql(self._lease, rows=rows, worker=worker, duration=duration)
+        taken = yield self.query(self._taken, rows=rows)
+        return taken.rows
+
+    _lease: ClassVar[str] = """
+        UPDATE {outbox}
+        SET status = 'processing', attempts = attempts + 1, token = token + 1,
+            locked_by = :worker, locked_until = {later}, updated_at = {now}
+        WHERE {row} IN :rows
+        """
 
     def _eligibility(self, namespace: str, terms: ClaimTerms) -> dict[str, Any]:
         return {
@@ -124,8 +132,6 @@ class Claiming(Wording):
             "suspect_after": terms.suspect_after,
             "tenant_id": None if terms.tenant_id is None else self.uuid(terms.tenant_id),
             "skip_dead": terms.on_dead == "skip",
-            # No topic is empty, so one of them makes a list that excludes nothing.
-            "skip_topics": list(terms.skip_topics) or [""],
         }
 
     def decode(self, row: Row, namespace: str) -> Message:
@@ -150,24 +156,26 @@ class Claiming(Wording):
         except (ValueError, TypeError, AttributeError) as error:
             raise DecodeError(f"the stored row cannot be decoded: {type(error).__name__}: {error}") from error
 
-    #: What publishing needs, as it will be after the claim.
+    #: What publishing needs of a claimed row.
     columns: ClassVar[str] = (
         "id, topic, type, {key}, payload, content_type, headers, tenant_id, dedupe_key, created_at, "
-        "attempts + 1, token + 1, seq"
+        "attempts, token, seq"
     )
     is_due: ClassVar[str] = (
-        "status = 'pending' AND next_attempt_at <= {now} AND attempts < :max_attempts AND {of_tenant} AND {of_topic}"
+        "status = 'pending' AND next_attempt_at <= {now} AND attempts < :max_attempts AND {of_tenant}"
     )
     is_expired: ClassVar[str] = (
-        "status = 'processing' AND locked_until < {now} AND attempts < :suspect_after AND {of_tenant} AND {of_topic}"
+        "status = 'processing' AND locked_until < {now} AND attempts < :suspect_after AND {of_tenant}"
     )
+    _taken: ClassVar[str] = f"SELECT {columns} FROM {{outbox}} WHERE {{row}} IN :rows"
+    # Payloads are not read before it is known which of the rows fit.
     _due: ClassVar[str] = f"""
-        SELECT {columns} FROM {{outbox}}{{by_due}}
+        SELECT {{row}}, {{size}} FROM {{outbox}}{{by_due}}
         WHERE namespace = :namespace AND {{loose}} AND {is_due}
         ORDER BY next_attempt_at, seq LIMIT :limit{{locking}}
         """
     _expired: ClassVar[str] = f"""
-        SELECT {columns} FROM {{outbox}}{{by_lease}}
+        SELECT {{row}}, {{size}} FROM {{outbox}}{{by_lease}}
         WHERE namespace = :namespace AND {{loose}} AND {is_expired}
         ORDER BY locked_until, seq LIMIT :limit{{locking}}
         """
@@ -189,18 +197,18 @@ class Claiming(Wording):
               AND dead.{key} = head.{key} AND dead.seq < head.seq))
         """
     _run: ClassVar[str] = f"""
-        SELECT id, (({is_due}) OR ({is_expired})) AND {not_blocked} AS eligible
+        SELECT {{row}}, (({is_due}) OR ({is_expired})) AND {not_blocked} AS eligible
         FROM {{outbox}} AS head{{by_key}}
         WHERE {{unsettled}} AND namespace = :namespace AND topic = :topic AND {{key}} = :key
         ORDER BY seq LIMIT :length
         """
     _lock: ClassVar[str] = f"""
-        SELECT {columns} FROM {{outbox}}
-        WHERE id IN :ids AND namespace = :namespace AND (({is_due}) OR ({is_expired})){{locking}}
+        SELECT {{row}}, {{size}} FROM {{outbox}}
+        WHERE {{row}} IN :rows AND namespace = :namespace AND (({is_due}) OR ({is_expired})){{locking}}
         """
     suspect: ClassVar[str] = f"""
         WHERE namespace = :namespace AND status = 'processing' AND locked_until < {{now}}
-          AND attempts >= :suspect_after AND attempts < :max_attempts AND {{of_tenant}} AND {{of_topic}}
+          AND attempts >= :suspect_after AND attempts < :max_attempts AND {{of_tenant}}
           AND {not_blocked}
           AND NOT EXISTS (
             SELECT 1 FROM {{outbox}} AS earlier{{by_key}}
@@ -208,24 +216,39 @@ class Claiming(Wording):
               AND earlier.topic = head.topic AND earlier.{{key}} = head.{{key}} AND earlier.seq < head.seq)
         ORDER BY locked_until, seq LIMIT 1{{locking}}
         """
-    _suspect: ClassVar[str] = f"SELECT {columns} FROM {{outbox}} AS head{{by_lease}} {suspect}"
+    _suspect: ClassVar[str] = f"SELECT {{row}} FROM {{outbox}} AS head{{by_lease}} {suspect}"
     _next_key: ClassVar[str] = """
         SELECT topic, {key} FROM {outbox}{by_key}
-        WHERE {unsettled} AND namespace = :namespace AND (topic, {key}) > (:topic, :key)
+        WHERE {unsettled} AND namespace = :namespace AND {after_key}
         ORDER BY topic, {key} LIMIT 1
         """
 
 
 def _unbroken(rows: Sequence[Row], planned: Mapping[Any, tuple[tuple[str, str], int]]) -> list[Row]:
-    """Keep the rows whose whole run before them could be locked as well."""
+    """Keep the rows whose whole run before them could be locked as well, in the order in which they were planned."""
     chosen: list[Row] = []
     expected: dict[tuple[str, str], int] = {}
-    for row in sorted(rows, key=lambda row: planned[row[0]]):
+    turns = {identity: turn for turn, identity in enumerate(planned)}
+    for row in sorted(rows, key=lambda row: turns[row[0]]):
         key, place = planned[row[0]]
         if place == expected.get(key, 0):
             chosen.append(row)
             expected[key] = place + 1
     return chosen
+
+
+def _fitting(rows: Sequence[Row], terms: ClaimTerms) -> list[Any]:
+    """Return what the first rows are found by whose sizes add up to no more than a claim may return; one at least."""
+    if terms.max_bytes is None:
+        return [row[0] for row in rows]
+    sizes = accumulate(row[1] for row in rows)
+    count = sum(1 for size in sizes if size <= terms.max_bytes)
+    return [row[0] for row in rows[: max(count, 1)]]
+
+
+def in_order(text: str, terms: ClaimTerms) -> str:
+    """Return a statement that looks for due rows from the oldest on, turned round if the terms ask for the newest."""
+    return text.replace(_OLDEST_FIRST, _NEWEST_FIRST) if terms.newest_first else text
 
 
 def _headers(text: str | bytes) -> dict[str, str]:

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
 
-from ...store import ClaimTerms, Stats
+from ...store import ClaimTerms
 from .claiming import Claiming
+from .counting import Counting
 from .decisions import Deciding
+from .parking import Parking
 from .receiving import Receiving
 from .settling import Settling
 from .statement import Script, Statement
 
 __all__ = ["CHUNK", "LEASE_RAN_OUT", "Dialect", "Server"]
 
-#: Counts stop here, so that looking at a large table costs no more than looking at a small one.
-CEILING = 10_000
 #: How many rows one pass of the sweep or the purge touches.
 CHUNK = 1000
 
@@ -32,7 +32,7 @@ class Server:
     read_only: bool = False
 
 
-class Dialect(Deciding, Claiming, Settling, Receiving):
+class Dialect(Deciding, Claiming, Settling, Parking, Receiving, Counting):
     """One database's SQL for one outbox and its inbox, as statements and scripts without any I/O."""
 
     needed: ClassVar[str]
@@ -92,37 +92,6 @@ class Dialect(Deciding, Claiming, Settling, Receiving):
             WHERE namespace = :namespace AND status = 'delivered' AND delivered_at <= {earlier}
             ORDER BY delivered_at LIMIT :limit)
         """
-
-    def stats(self, namespace: str) -> Script[Stats]:
-        """Count up to a ceiling, and find the oldest message that is due."""
-        # One statement, so that a message which changes its state meanwhile is counted once, and once only.
-        columns = [
-            f"(SELECT count(*) FROM (SELECT 1 AS one FROM {{outbox}} WHERE namespace = :namespace AND {where} "
-            f"LIMIT {CEILING}) AS counted_{number})"
-            for number, (_, where) in enumerate(self._counted)
-        ]
-        counted = yield self.query("SELECT " + ",\n".join(columns), namespace=namespace)
-        counts: dict[str, int] = {}
-        for (status, _), count in zip(self._counted, counted.rows[0], strict=True):
-            counts[status] = min(counts.get(status, 0) + count, CEILING)
-        oldest = yield self.query(self._oldest, namespace=namespace)
-        ages = [float(row[0]) for row in oldest.rows if row[0] is not None]
-        return Stats(
-            **counts,
-            oldest_due=timedelta(seconds=max(ages)) if ages else None,
-            ceiling=CEILING,
-        )
-
-    # Pending messages are counted by lane, since that is how they are indexed.
-    _counted: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("pending", "status = 'pending' AND {loose}"),
-        ("pending", "status = 'pending' AND {ordered}"),
-        ("processing", "status = 'processing'"),
-        ("delivered", "status = 'delivered'"),
-        ("dead", "status = 'dead'"),
-    )
-    #: The age in seconds of the first row of each lane that is due.
-    _oldest: ClassVar[str]
 
     def probe(self) -> Script[Server]:
         """Ask the server what it is."""

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, cast
 
 from ...broker import MAX_ERROR
-from ...store import Claim, Dead, Delivered, Release, Retry, Settlement
+from ...store import Claim, Dead, Delivered, Release, Retry, Settlement, destination_name
 from .statement import Script, Statement
 from .wording import Wording
 
@@ -55,8 +55,16 @@ class Settling(Wording):
             yield self._retry([(s.claim, outcome) for s, outcome in zip(retried, storable, strict=True)])
         if dead := kinds.get(Dead):
             yield self._bury([(s.claim, _storable(cast("Dead", s.outcome).error)) for s in dead])
-        if released := kinds.get(Release):
-            yield self._release([(s.claim, cast("Release", s.outcome).delay) for s in released])
+        if released := [(s.claim, cast("Release", s.outcome)) for s in kinds.get(Release, [])]:
+            yield from self._releasing(released)
+
+    def _releasing(self, released: Sequence[tuple[Claim, Release]]) -> Iterator[Statement]:
+        plain = [(claim, outcome.delay) for claim, outcome in released if not outcome.destination]
+        parked = [(claim, destination_name(outcome.destination)) for claim, outcome in released if outcome.destination]
+        if plain:
+            yield self._release(plain)
+        if parked:
+            yield self._park(parked)
 
     _keep: ClassVar[str] = """
         UPDATE {outbox}
@@ -84,6 +92,9 @@ class Settling(Wording):
         raise NotImplementedError
 
     def _release(self, released: Sequence[tuple[Claim, timedelta]]) -> Statement:
+        raise NotImplementedError
+
+    def _park(self, parked: Sequence[tuple[Claim, str]]) -> Statement:
         raise NotImplementedError
 
     def extend(self, claims: Sequence[Claim], lease: timedelta) -> Script[list[Claim]]:

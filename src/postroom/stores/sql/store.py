@@ -142,13 +142,14 @@ class SQLStore:
             self._until_suspects = 2 if suspects else SUSPECTS_EVERY
             if suspects:
                 return suspects, True
-        rows: list[Row] = []
+        rows: Sequence[Row] = []
         # The lane that brought something goes first, for there may be more; but it must not starve the other.
         first = keyed = self._keyed_first
         for keyed in (first, not first):
-            rows += yield from self._claim_lane(limit - len(rows), terms, keyed=keyed)
-            # Without a transaction around them, what one statement took is lost to us if the next one fails.
-            if len(rows) == limit or (rows and not self._dialect.atomic):
+            # Not both at once: the second would have to know how many bytes the first has taken, and on PostgreSQL,
+            # where there is no transaction around them, what the first took is lost to us if the second fails.
+            rows = yield from self._claim_lane(limit, terms, keyed=keyed)
+            if rows:
                 break
         if keyed != first:
             self._passed_over = 0
@@ -203,12 +204,14 @@ class SQLStore:
         return await self._retrying(lambda: self._dialect.sweep(self.namespace, terms))
 
     async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
-        """Return destinations that have parked messages."""
-        return []
+        """Return destinations that have parked messages, in the order of the database."""
+        return await self._run(self._dialect.parked(self.namespace, after, limit), atomic=False) if limit > 0 else []
 
     async def unpark(self, destination: str, limit: int) -> int:
-        """Make messages due that are parked for a destination."""
-        return 0
+        """Make messages due that are parked for a destination; return how many."""
+        if limit < 1:
+            return 0
+        return await self._retrying(lambda: self._dialect.unpark(self.namespace, destination, limit))
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         """Delete delivered messages past their retention, one chunk of them."""

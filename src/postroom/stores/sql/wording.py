@@ -21,7 +21,8 @@ MAX_TEXTS = 64
 _WORD = re.compile(r"\{([a-z_]+)\}")
 _WORDS = (
     *("now", "later", "earlier", "locking", "waiting", "loose", "ordered", "unsettled"),
-    *("of_tenant", "of_topic", "skip_dead", "by_due", "by_lease", "by_key", "by_dead"),
+    *("of_tenant", "skip_dead", "by_due", "by_lease", "by_key", "by_dead", "by_parked"),
+    *("row", "size", "is_parked", "after_key", "age_since_due", "age_since_created"),
     *("json_headers", "unless_there", "holding", "expiry"),
 )
 
@@ -44,13 +45,23 @@ class Wording:
     ordered: ClassVar[str] = "{key} IS NOT NULL"
     unsettled: ClassVar[str] = "{key} IS NOT NULL AND status IN ('pending', 'processing')"
     of_tenant: ClassVar[str] = "(:tenant_id IS NULL OR tenant_id = :tenant_id)"
-    of_topic: ClassVar[str] = "topic NOT IN :skip_topics"
     skip_dead: ClassVar[str] = ":skip_dead"
     #: By which index a table is to be read, where the database does not find it by itself.
     by_due: ClassVar[str] = ""
     by_lease: ClassVar[str] = ""
     by_key: ClassVar[str] = ""
     by_dead: ClassVar[str] = ""
+    by_parked: ClassVar[str] = ""
+    #: What a claim finds a row by, and how many bytes of it a claim returns; headers are counted as they are stored.
+    row: ClassVar[str] = "id"
+    size: ClassVar[str] = "length(payload) + length(headers)"
+    #: Which rows are parked: a claim raises the token, and so ends it without another write.
+    is_parked: ClassVar[str] = "status = 'pending' AND parked = token"
+    #: Which rows come after a key, in the order of topics and keys.
+    after_key: ClassVar[str] = "(topic, {key}) > (:topic, :key)"
+    #: For how many seconds a row has been due, and been there.
+    age_since_due: ClassVar[str]
+    age_since_created: ClassVar[str]
     #: The parameter ``headers``, which is JSON, and how an INSERT leaves a row alone that is there.
     json_headers: ClassVar[str] = ":headers"
     unless_there: ClassVar[str] = "ON CONFLICT DO NOTHING"

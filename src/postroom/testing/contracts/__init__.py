@@ -20,11 +20,14 @@ from .adding import AddingContract
 from .claiming import ClaimingContract
 from .harness import StoredRow, StoreHarness
 from .ordering import OrderingContract
+from .parking import ParkingContract
 from .settling import SettlingContract
 from .upkeep import UpkeepContract
 
 __all__ = ["StoreContract", "StoreHarness", "StoredRow"]
 
 
-class StoreContract(AddingContract, ClaimingContract, SettlingContract, OrderingContract, UpkeepContract):
+class StoreContract(
+    AddingContract, ClaimingContract, SettlingContract, OrderingContract, ParkingContract, UpkeepContract
+):
     """Everything that `postroom.store.Store` promises; a subclass gives the ``harness`` fixture."""

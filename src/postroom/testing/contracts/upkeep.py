@@ -202,6 +202,38 @@ class UpkeepContract:
         assert late.oldest_due is not None
         assert 9 * MINUTE < late.oldest_due < 11 * MINUTE
 
+    async def test_messages_that_a_dead_one_holds_back_are_not_waiting(self, harness: StoreHarness) -> None:
+        """S2-04, G6: nothing can be done about them by delivering faster."""
+        if not harness.store.features.ordered:
+            pytest.skip("this store holds nothing back")
+        await harness.add(*[numbered(n, key="a") for n in range(3)])
+        [head] = await harness.store.claim(1, TERMS)
+        await harness.store.settle([Settlement(head, Dead("no"))])
+        await harness.advance(HOUR)
+
+        held_back = await harness.store.stats()
+        await harness.add(numbered(3, key="b"))
+        await harness.advance(10 * MINUTE)
+        other = await harness.store.stats()
+
+        assert (held_back.pending, held_back.oldest_due) == (2, None)
+        assert other.oldest_due is not None
+        assert 9 * MINUTE < other.oldest_due < 15 * MINUTE
+
+    async def test_messages_behind_one_that_is_under_way_are_not_waiting(self, harness: StoreHarness) -> None:
+        """S2-04, G6: or behind one that is to be tried again later."""
+        if not harness.store.features.ordered:
+            pytest.skip("this store holds nothing back")
+        await harness.add(*[numbered(n, key=key) for key in "ab" for n in range(2)])
+        one, two = [claim for _ in range(2) for claim in await harness.store.claim(1, TERMS)]
+        await harness.store.settle([Settlement(one, Retry("no", 5 * HOUR))])
+        await harness.store.extend([two], 5 * HOUR)
+        await harness.advance(HOUR)
+
+        stats = await harness.store.stats()
+
+        assert (stats.pending, stats.processing, stats.oldest_due) == (3, 1, None)
+
     # -- wake-ups ----------------------------------------------------------------------------------------------
 
     async def test_a_hint_of_another_process_wakes_those_who_listen(self, harness: StoreHarness) -> None:

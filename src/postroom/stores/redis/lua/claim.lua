@@ -1,27 +1,16 @@
 -- Lease messages to one worker: those whose lease ran out first, then those that are due; or one suspect alone.
 -- ARGV: how many, the lease, the attempts that a message has, after how many of them it is a suspect, whether dead
--- messages are passed over, the tenant or nothing, the worker, whether suspects come first, where to look on, and the
--- topics that are left alone.
+-- messages are passed over, the tenant or nothing, the worker, whether suspects come first, where to look on, how many
+-- bytes at most or nothing, and whether to look from the newest on.
 -- Answers where to look on if there was too much to look through, and then for each its id, what is stored of it, its
 -- attempts, token, seq and whether it is a suspect.
 local SCANNED, PAGE = 2000, 200
 local limit, lease, max_attempts, suspect_after = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local skips_dead, tenant, worker, is_suspects_turn = ARGV[5] == '1', ARGV[6], ARGV[7], ARGV[8] == '1'
-local since = ARGV[9]
-
-local left_alone = {}
-for number = 10, #ARGV do left_alone[ARGV[number]] = true end
-local names = redis.call('HGETALL', topics)
-local open, is_open = {}, {}
-for number = 1, #names, 2 do
-  if not left_alone[names[number]] then
-    open[#open + 1] = tonumber(names[number + 1])
-    is_open[tonumber(names[number + 1])] = true
-  end
-end
+local since, max_bytes, is_newest_first = ARGV[9], tonumber(ARGV[10]), ARGV[11] == '1'
 
 local function is_ours(state)
-  return is_open[state[TOPIC]] and (tenant == '' or state[TENANT] == tenant)
+  return tenant == '' or state[TENANT] == tenant
 end
 
 -- Whether a message may be claimed together with others.
@@ -89,32 +78,46 @@ while limit > 0 and #chosen < limit and scanned < SCANNED do
   if #expired < PAGE then break end
 end
 
--- What is due, of all topics that are open, the oldest first.
+local function is_before(one, other)
+  if is_newest_first then return one > other end
+  return one < other
+end
+
+-- Heads of a topic that are due, beginning after where the last look ended.
+local function heads(key, topic, count)
+  local first, ended = struct.pack('>I2', topic), '(' .. struct.pack('>I2I8', topic, now + 1)
+  if is_newest_first then
+    if since ~= '' then ended = '(' .. first .. since end
+    return redis.call('ZREVRANGEBYLEX', key, ended, '[' .. first, 'LIMIT', 0, count)
+  end
+  return redis.call('ZRANGEBYLEX', key, (since == '' and '[' or '(') .. first .. since, ended, 'LIMIT', 0, count)
+end
+
+-- What is due, of all topics, the oldest first or the newest.
 local more = false
-if #chosen < limit and #open > 0 and not (suspect and is_suspects_turn) then
+local numbers = redis.call('HVALS', topics)
+if #chosen < limit and #numbers > 0 and not (suspect and is_suspects_turn) then
   local found = {}
   local room = limit - #chosen
   local size = tenant == '' and room or math.max(room, PAGE)
-  size = math.max(1, math.min(size, math.ceil(SCANNED / #open)))
+  size = math.max(1, math.min(size, math.ceil(SCANNED / #numbers)))
   for _, key in ipairs(skips_dead and { due, held } or { due }) do
-    for _, topic in ipairs(open) do
-      local from = (since == '' and '[' or '(') .. struct.pack('>I2', topic) .. since
-      local to = '(' .. struct.pack('>I2I8', topic, now + 1)
-      local members = redis.call('ZRANGEBYLEX', key, from, to, 'LIMIT', 0, size)
+    for _, topic in ipairs(numbers) do
+      local members = heads(key, tonumber(topic), size)
       for _, member in ipairs(members) do
         found[#found + 1] = { member:sub(3), member, key }
       end
       if #members == size then
-        -- What comes after the last that was looked at is not known, and may be older than what others have.
+        -- What comes after the last that was looked at is not known, and may come before what others have.
         local last = members[size]:sub(3)
-        more = more and more < last and more or last
+        more = more and is_before(more, last) and more or last
       end
     end
   end
-  table.sort(found, function(one, other) return one[1] < other[1] end)
+  table.sort(found, function(one, other) return is_before(one[1], other[1]) end)
   local ids = {}
   for place, one in ipairs(found) do
-    if more and one[1] > more then break end
+    if more and is_before(more, one[1]) then break end
     ids[place] = one[1]:sub(17)
   end
   local read_at_once = #ids > 0 and redis.call('HMGET', states, unpack(ids)) or {}
@@ -136,26 +139,47 @@ if suspect and limit > 0 and (#chosen == 0 or is_suspects_turn) then
   choose(suspect, suspect_state, true)
 end
 
-table.sort(chosen, function(one, other) return one[2][SEQ] < other[2][SEQ] end)
 local answer = { #chosen == 0 and more or '' }
 if #chosen == 0 then return answer end
 
-local ids = {}
-for place, one in ipairs(chosen) do ids[place] = one[1] end
-local bodies = redis.call('HMGET', entries, unpack(ids))
-for place, one in ipairs(chosen) do
+-- What is stored of those that were chosen, as long as it fits; of a key they stand in their order, so its run is cut.
+local PROBE = 8
+local fitting, bytes = {}, 0
+
+local function read_bodies(count)
+  local ids = {}
+  for place = #fitting + 1, math.min(#fitting + count, #chosen) do ids[#ids + 1] = chosen[place][1] end
+  for _, body in ipairs(redis.call('HMGET', entries, unpack(ids))) do
+    bytes = bytes + (body and #body or 0)
+    if max_bytes and bytes > max_bytes and #fitting > 0 then return false end
+    local one = chosen[#fitting + 1]
+    one[4] = body or ''
+    fitting[#fitting + 1] = one
+  end
+  return true
+end
+
+-- By what the first of them take, so that few large ones are read in vain.
+local count = max_bytes and PROBE or #chosen
+while read_bodies(count) and #fitting < #chosen and bytes < max_bytes do
+  count = math.max(1, math.min(math.floor((max_bytes - bytes) / math.max(bytes / #fitting, 1)), #chosen))
+end
+
+table.sort(fitting, function(one, other) return one[2][SEQ] < other[2][SEQ] end)
+for place, one in ipairs(fitting) do
   local id, state = one[1], one[2]
   if state[STATUS] == PENDING then
     later('ZREM', due, by_due(id, state))
     if state[LANE] ~= '' then later('ZREM', held, by_due(id, state)) end
     if state[ATTEMPTS] > 0 then later('ZREM', tried, id) end
+    if is_parked(state) then later('ZREM', parked, by_parked(id, state)) end
   end
   state[STATUS], state[TOKEN], state[ATTEMPTS] = LEASED, state[TOKEN] + 1, state[ATTEMPTS] + 1
   -- What is leased together runs out a microsecond apart, and so comes again in its order.
   state[UNTIL], state[WORKER], state[CHANGED] = now + lease + place - 1, worker, now
   later('HSET', states, id, cmsgpack.pack(state))
   later('ZADD', leased, string.format('%.0f', state[UNTIL]), id)
-  for _, part in ipairs({ id, bodies[place] or '', state[ATTEMPTS], state[TOKEN] }) do answer[#answer + 1] = part end
+  for _, part in ipairs({ id, one[4], state[ATTEMPTS], state[TOKEN] }) do answer[#answer + 1] = part end
   answer[#answer + 1] = string.format('%.0f', state[SEQ])
   answer[#answer + 1] = one[3]
 end

@@ -35,6 +35,7 @@ for number = 1, #page[2], 2 do
       agree(tombs, by_seq(id, state), 0, status == DEAD)
     end
     agree(leased, id, state[UNTIL], status == LEASED)
+    if state[DESTINATION] then agree(parked, by_parked(id, state), 0, is_parked(state)) end
     agree(tried, id, state[ATTEMPTS], status == PENDING and state[ATTEMPTS] > 0)
     if status == DEAD or status == DELIVERED then
       mend(status == DEAD and not score(dead, id), function() redis.call('ZADD', dead, state[CHANGED], id) end)

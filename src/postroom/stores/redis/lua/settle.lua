@@ -1,9 +1,9 @@
 -- Record what became of claims.
 -- ARGV: whether delivered messages are kept; then in one word claims that were delivered, of each its id in 16 bytes and
 -- its token in 8; then in five words each other claims: id, token, what became of it (d delivered, r to be tried again,
--- x dead, e given back), after which delay, and the error.
+-- x dead, e given back, k parked), after which delay, and the error, or the destination that it is parked for.
 -- Answers the numbers of the claims that were lost, about which nothing was recorded; the first is 1.
-local AFTER = { d = DELIVERED, r = PENDING, x = DEAD, e = PENDING }
+local AFTER = { d = DELIVERED, r = PENDING, x = DEAD, e = PENDING, k = PENDING }
 local TOLD, SIZE = 24, 5
 local keeps, lost = ARGV[1] == '1', {}
 
@@ -56,6 +56,10 @@ local function settle(id, state, token, outcome, delay, reason)
   else
     state[ATTEMPTS] = state[ATTEMPTS] - 1
     if delay > 0 then state[DUE] = now + delay end
+    if outcome == 'k' then
+      state[PARKED], state[DESTINATION] = token, reason
+      later('ZADD', parked, 0, by_parked(id, state))
+    end
     give_back(id, state)
   end
   return true

@@ -1,20 +1,40 @@
--- Lease entries to one worker that were read before: those whose lease ran out, then those that wait and are due; or one
--- suspect alone. New entries are read without a script, which would only copy them: what is to be known of those is
--- written by the reading itself.
+-- Lease entries to one worker: those whose lease ran out, then those that wait and are due, then new ones; or one suspect
+-- alone.
 -- ARGV: the group, how many, the lease in milliseconds, the attempts that a message has, after how many of them it is a
 -- suspect, under which name, what the names of those begin with whose process is gone or nothing, whether suspects come
--- first, the tenant or nothing, where to look on among those that wait, and the topics that are left alone.
+-- first, the tenant or nothing, where to look on among those that wait, and how many bytes at most or nothing.
 -- Answers where to look on if there was too much to look through, the base of tokens, whether it is a suspect, the
--- entries, and for each of them its deliveries and attempts.
+-- entries that were read before, for each of them its deliveries and attempts, and the new entries.
 local limit, lease, max_attempts, suspect_after = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local me, gone, is_suspects_turn, tenant, since = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9], ARGV[10]
-local FIRST_TOPIC = 11
+local max_bytes = tonumber(ARGV[11])
 
 begin()
 local ids, counts = {}, {}
+local bytes, is_full = 0, limit < 1
 
+local function size_of(fields)
+  local size = 0
+  for _, word in ipairs(fields) do size = size + #word end
+  return size
+end
+
+-- Count the bytes of one more entry; tell whether it fits, which the first always does.
+local function fits(fields, is_first)
+  bytes = bytes + size_of(fields)
+  if bytes > max_bytes and not is_first then is_full = true end
+  return not is_full
+end
+
+-- Choose an entry if it fits.
 local function choose(entry, count)
+  if max_bytes then
+    local found = redis.call('XRANGE', stream, entry, entry)[1]
+    if found and not fits(found[2], #ids == 0) then return false end
+  end
   ids[#ids + 1], counts[#counts + 1] = entry, count
+  is_full = is_full or #ids >= limit
+  return true
 end
 
 -- What was left behind by a process that had our name before us need not wait for its lease. What we hold ourselves
@@ -29,19 +49,16 @@ end
 -- What a worker did not come back for.
 local suspect, suspect_count
 local function visit(entry, count)
-  if #ids >= limit then return nil end
+  if is_full then return nil end
   local attempts = count - note_of(entry)[RELEASED]
-  if attempts < suspect_after then
-    choose(entry, count)
-    return true
-  end
+  if attempts < suspect_after then return choose(entry, count) or nil end
   if not suspect and attempts < max_attempts then suspect, suspect_count = entry, count end
   return false
 end
 
 local names = limit > 0 and overdue() or {}
 for _, name in ipairs(names) do
-  if #ids >= limit or scanned >= SCANNED then break end
+  if is_full or scanned >= SCANNED then break end
   look(name, visit)
 end
 
@@ -63,20 +80,16 @@ for number = 1, #soon, 2 do
   redis.call('HDEL', later, member)
 end
 
--- What waits for its next try, of all topics that are open, the oldest first.
+-- What waits for its next try, of all topics, the oldest first.
 local more = false
 local is_alone = suspect and is_suspects_turn
-if #ids < limit and not is_alone and redis.call('EXISTS', waiting) == 1 then
-  local left_alone = {}
-  for number = FIRST_TOPIC, #ARGV do left_alone[ARGV[number]] = true end
-  local numbers, open = redis.call('HGETALL', topics), {}
-  for number = 1, #numbers, 2 do
-    if not left_alone[numbers[number]] then open[#open + 1] = tonumber(numbers[number + 1]) end
-  end
+if not is_full and not is_alone and redis.call('EXISTS', waiting) == 1 then
+  local numbers = redis.call('HVALS', topics)
   local found, room = {}, limit - #ids
   local size = tenant == '' and room or math.max(room, PAGE)
-  size = math.max(1, math.min(size, math.ceil(SCANNED / math.max(#open, 1))))
-  for _, topic in ipairs(open) do
+  size = math.max(1, math.min(size, math.ceil(SCANNED / math.max(#numbers, 1))))
+  for _, word in ipairs(numbers) do
+    local topic = math.min(tonumber(word), 65535)
     local from = (since == '' and '[' or '(') .. struct.pack('>I2', topic) .. since
     local to = '(' .. struct.pack('>I2I8', topic, now + 1)
     local members = redis.call('ZRANGEBYLEX', waiting, from, to, 'LIMIT', 0, size)
@@ -90,15 +103,15 @@ if #ids < limit and not is_alone and redis.call('EXISTS', waiting) == 1 then
   table.sort(found, function(one, other) return one[1] < other[1] end)
   for _, one in ipairs(found) do
     local place, member = unpack(one)
-    if #ids >= limit or (more and place > more) then break end
+    if is_full or (more and place > more) then break end
     local entry = place:sub(9)
     local note = note_of(entry)
     local name, count = holder(entry)
     if name ~= WAITING then
       redis.call('ZREM', waiting, member) -- somebody else has acknowledged it, or claimed it by hand
     elseif count - note[RELEASED] < max_attempts and (tenant == '' or note[TENANT] == tenant) then
+      if not choose(entry, count) then break end
       redis.call('ZREM', waiting, member)
-      choose(entry, count)
     end
   end
 end
@@ -127,6 +140,38 @@ if #ids > 0 then
     end
   end
 end
+if limit < 1 then return { '', whole(base), 0, taken, told, {} } end
 -- Also for what is read next: a name that holds nothing is found out when its time has come.
-if limit > 0 then redis.call('ZADD', leases, 'NX', whole(now + lease * 1000), me) end
-return { #taken == 0 and more or '', whole(base), suspect and 1 or 0, taken, told }
+redis.call('ZADD', leases, 'NX', whole(now + lease * 1000), me)
+local rest = #taken == 0 and more or ''
+if suspect or is_full or rest ~= '' then return { rest, whole(base), suspect and 1 or 0, taken, told, {} } end
+
+-- How many new entries fit, of so many: to read an entry is to lease it.
+local PROBE = 8
+
+local function count_fitting(wanted)
+  local entry, count, seen, measured = last_read(), 0, PROBE, 0
+  while entry and count < wanted do
+    local page = redis.call('XRANGE', stream, after(entry), '+', 'COUNT', math.min(seen, wanted - count))
+    for _, one in ipairs(page) do
+      local before = bytes
+      if not fits(one[2], #taken + count == 0) then return count end
+      measured, count, entry = measured + bytes - before, count + 1, one[1]
+    end
+    if #page == 0 then break end
+    -- By what the first of them take, so that few large ones are looked at in vain.
+    seen = math.max(1, math.min(math.floor((max_bytes - bytes) / math.max(measured / count, 1)), wanted))
+  end
+  return count
+end
+
+local wanted = limit - #taken
+if max_bytes then wanted = count_fitting(wanted) end
+local fresh = {}
+if wanted > 0 then
+  local read = redis.pcall('XREADGROUP', 'GROUP', group, me, 'COUNT', wanted, 'STREAMS', stream, '>')
+  -- Whatever it was, it will come up again when what was taken is under way.
+  if read and read.err and #taken == 0 then return read end
+  fresh = read and not read.err and read[1] and read[1][2] or {}
+end
+return { '', whole(base), 0, taken, told, fresh }

@@ -2,12 +2,12 @@
 -- and after the function `enqueue`, which is enqueue.lua.
 --
 -- A ticket is known from `schedule` until it is forgotten, long after its end: what has ended cannot end again.
-local tickets = KEYS[15] -- by ticket: how it stands, in one letter, and when it ends, in milliseconds
-local expiries, endings = KEYS[16], KEYS[17] -- open tickets by when they end, and the others by when that was
+local tickets = KEYS[16] -- by ticket: how it stands, in one letter, and when it ends, in milliseconds
+local expiries, endings = KEYS[17], KEYS[18] -- open tickets by when they end, and the others by when that was
 local OPEN, EXPIRED, REVOKED = 's', 'e', 'r'
 local WORDS = { s = 'scheduled', e = 'expired', r = 'revoked' }
 
-wrong = misfit(14, { 'hash', 'zset', 'zset' })
+wrong = misfit(15, { 'hash', 'zset', 'zset' })
 if wrong then return wrong end
 
 -- How a ticket stands, and when it ends; nothing if it is not known.

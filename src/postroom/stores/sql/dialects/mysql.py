@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from uuid import UUID
 
 from ....outbox import Added, Addition
-from ....store import Claim, Retry
+from ....store import PARKED_FOR, Claim, Retry
 from ..dialect import Dialect, Server
 from ..statement import Script, Statement
 from ..wording import letters
@@ -20,6 +20,8 @@ __all__ = ["MySQL"]
 _MICROSECOND = timedelta(microseconds=1)
 #: Keys share this many locks: enough that few meet, and a table that does not grow.
 _LOCKS = 1024
+#: How many parked rows are looked at to find their destinations: many destinations have few rows each.
+_STEP = 50
 
 
 class MySQL(Dialect):
@@ -43,6 +45,12 @@ class MySQL(Dialect):
     by_lease = " FORCE INDEX ({leased})"
     by_key = " FORCE INDEX ({keyed})"
     by_dead = " FORCE INDEX ({dead})"
+    by_parked = " FORCE INDEX ({parked})"
+    is_parked = "is_parked = 1"
+    # Comparing pairs would read the whole index.
+    after_key = "(topic > :topic OR (topic = :topic AND {key} > :key))"
+    age_since_due = "TIMESTAMPDIFF(MICROSECOND, next_attempt_at, {now}) / 1000000"
+    age_since_created = "TIMESTAMPDIFF(MICROSECOND, created_at, {now}) / 1000000"
     unless_there = "ON DUPLICATE KEY UPDATE consumer = consumer"  # unlike IGNORE, it hides no other error
     needed = "MySQL 8.0.1 or MariaDB 10.6 or later"
 
@@ -120,11 +128,23 @@ class MySQL(Dialect):
                 "INSERT INTO {lock} (number) VALUES (:number) ON DUPLICATE KEY UPDATE number = number", number=number
             )
 
-    # Comparing pairs would read the whole index.
-    _next_key: ClassVar[str] = """
-        SELECT topic, {key} FROM {outbox}{by_key}
-        WHERE {unsettled} AND namespace = :namespace AND (topic > :topic OR (topic = :topic AND {key} > :key))
-        ORDER BY topic, {key} LIMIT 1
+    # -- parked ------------------------------------------------------------------------------------------------
+
+    def parked(self, namespace: str, after: str, limit: int) -> Script[list[str]]:
+        # A subquery of a recursive query would read the index from its first destination on, each time.
+        names: dict[str, None] = {}
+        while len(names) < limit:
+            found = yield self.query(self._parked, namespace=namespace, after=after, limit=_STEP)
+            if not found.rows:
+                break
+            names |= dict.fromkeys(row[0] for row in found.rows)
+            after = found.rows[-1][0]
+        return list(names)[:limit]
+
+    _parked: ClassVar[str] = """
+        SELECT destination FROM {outbox}{by_parked}
+        WHERE {is_parked} AND namespace = :namespace AND destination > :after
+        ORDER BY destination LIMIT :limit
         """
 
     # -- settle ------------------------------------------------------------------------------------------------
@@ -156,6 +176,16 @@ class MySQL(Dialect):
                 updated_at = {now}
             """,
             [(claim, delay, "") for claim, delay in released],
+        )
+
+    def _park(self, parked: Sequence[tuple[Claim, str]]) -> Statement:
+        return self._update_each(
+            """
+            SET status = 'pending', attempts = attempts - 1, locked_by = NULL, locked_until = NULL,
+                next_attempt_at = {now} + INTERVAL changed.delay MICROSECOND,
+                destination = changed.error, parked = token, updated_at = {now}
+            """,
+            [(claim, PARKED_FOR, destination) for claim, destination in parked],
         )
 
     def _update_each(self, text: str, changes: Sequence[tuple[Claim, timedelta, str]]) -> Statement:
@@ -209,13 +239,6 @@ class MySQL(Dialect):
         DELETE FROM {outbox}
         WHERE namespace = :namespace AND status = 'delivered' AND delivered_at <= {earlier}
         LIMIT :limit
-        """
-    _oldest: ClassVar[str] = """
-        SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), {now}) / 1000000 FROM {outbox}
-        WHERE namespace = :namespace AND status = 'pending' AND {loose} AND next_attempt_at <= {now}
-        UNION ALL
-        SELECT TIMESTAMPDIFF(MICROSECOND, min(next_attempt_at), {now}) / 1000000 FROM {outbox}
-        WHERE namespace = :namespace AND status = 'pending' AND {ordered} AND next_attempt_at <= {now}
         """
 
     # -- tickets -----------------------------------------------------------------------------------------------

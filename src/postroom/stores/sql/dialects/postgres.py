@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from ....message import Message
 from ....outbox import Added, Addition
-from ....store import Claim, ClaimTerms, Retry, Settlement
-from ..claiming import RUN, WINDOW, Walk
+from ....store import PARKED_FOR, Claim, ClaimTerms, Retry, Settlement, destination_name
+from ..claiming import RUN, WINDOW, Walk, in_order
 from ..dialect import Dialect, Server
 from ..settling import is_lost
 from ..statement import Row, Script, Statement
@@ -19,6 +19,8 @@ __all__ = ["PostgreSQL", "lock_number"]
 
 #: Where the columns of a claimed row end, and what is told of the claim itself begins.
 _MARK = 13
+#: More bytes than any table holds.
+_NO_BOUND = 1 << 62
 
 
 def lock_number(namespace: str, topic: str, key: str) -> int:
@@ -68,8 +70,12 @@ class PostgreSQL(Dialect):
     earlier = "now() - :duration::interval"
     locking = " FOR UPDATE SKIP LOCKED"
     of_tenant = "(:tenant_id::uuid IS NULL OR tenant_id = :tenant_id)"
-    of_topic = "NOT topic = ANY (:skip_topics::text[])"
     skip_dead = ":skip_dead::boolean"
+    # Neither needs what is stored out of line.
+    size = "octet_length(payload) + pg_column_size(headers)"
+    after_key = "(topic, {key}) > (:topic::text, :key::text)"
+    age_since_due = "extract(epoch FROM now() - next_attempt_at)"
+    age_since_created = "extract(epoch FROM now() - created_at)"
     json_headers = "(:headers::text)::jsonb"
     holding = " FOR UPDATE"
     expiry = "(extract(epoch FROM expires_at) * 1000)::bigint"
@@ -173,7 +179,8 @@ class PostgreSQL(Dialect):
     # -- claim -------------------------------------------------------------------------------------------------
 
     def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
-        claimed = yield self.query(self._claim_loose, limit=limit, **self._claiming(namespace, terms))
+        text = in_order(self._claim_loose, terms)
+        claimed = yield self.query(text, limit=limit, **self._claiming(namespace, terms))
         return claimed.rows
 
     def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
@@ -183,7 +190,7 @@ class PostgreSQL(Dialect):
             walked = yield from self._walk(params, walk)
             if walked:
                 return walked
-        seen = yield self.query(self._claim_seen, **params)
+        seen = yield self.query(in_order(self._claim_seen, terms), **params)
         claimed = [row for row in seen.rows if row[0] is not None]
         # Followers of keys that wait may fill the whole window; behind them there may be keys that could go.
         is_clogged = seen.rows[0][_MARK] and len(claimed) < limit
@@ -203,7 +210,12 @@ class PostgreSQL(Dialect):
         return claimed.rows
 
     def _claiming(self, namespace: str, terms: ClaimTerms) -> dict[str, Any]:
-        return {**self._eligibility(namespace, terms), "worker": terms.worker, "duration": terms.lease}
+        return {
+            **self._eligibility(namespace, terms),
+            "worker": terms.worker,
+            "duration": terms.lease,
+            "max_bytes": _NO_BOUND if terms.max_bytes is None else terms.max_bytes,
+        }
 
     #: Takes the rows of ``chosen``; an array of ids is found by the primary key whatever the planner believes.
     take: ClassVar[str] = """
@@ -214,18 +226,24 @@ class PostgreSQL(Dialect):
         RETURNING id, topic, type, {key}, payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
                   attempts, token, seq
         """
+    #: That the rows up to this one fit into a claim; the first always does, since no row has a size of zero.
+    fits: ClassVar[str] = "total <= :max_bytes::bigint OR total = size"
     # MATERIALIZED keeps the planner from running the locking SELECT twice, which would take more than the limit.
     _claim_loose: ClassVar[str] = f"""
         WITH expired AS MATERIALIZED (
-            SELECT id FROM {{outbox}}
+            SELECT id, {{size}} AS size FROM {{outbox}}
             WHERE namespace = :namespace::text AND {{loose}} AND {Dialect.is_expired}
             ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
         ), due AS MATERIALIZED (
-            SELECT id FROM {{outbox}}
+            SELECT id, {{size}} AS size FROM {{outbox}}
             WHERE namespace = :namespace AND {{loose}} AND {Dialect.is_due}
             ORDER BY next_attempt_at, seq LIMIT :limit - (SELECT count(*) FROM expired) FOR UPDATE SKIP LOCKED
         ), chosen AS (
-            SELECT id FROM expired UNION ALL SELECT id FROM due
+            SELECT id
+            FROM (
+                SELECT id, size, sum(size) OVER (ROWS UNBOUNDED PRECEDING) AS total
+                FROM (SELECT * FROM expired UNION ALL SELECT * FROM due) AS either) AS summed
+            WHERE {fits}
         )
         {take}
         """
@@ -246,7 +264,7 @@ class PostgreSQL(Dialect):
             WHERE head.eligible
             LIMIT :limit::bigint
         ), planned AS MATERIALIZED (
-            SELECT run.id, heads.topic, heads.{{key}}, run.place
+            SELECT run.id, heads.topic, heads.{{key}}, run.place, row_number() OVER () AS turn
             FROM heads CROSS JOIN LATERAL (
                 SELECT id, row_number() OVER (ORDER BY seq) AS place, bool_and(eligible) OVER (ORDER BY seq) AS unbroken
                 FROM (
@@ -260,16 +278,19 @@ class PostgreSQL(Dialect):
             WHERE run.unbroken
             LIMIT :limit
         ), locked AS MATERIALIZED (
-            SELECT id FROM {{outbox}}
+            SELECT id, {{size}} AS size FROM {{outbox}}
             WHERE id = ANY (ARRAY(SELECT id FROM planned)) AND (({Dialect.is_due}) OR ({Dialect.is_expired}))
             FOR UPDATE SKIP LOCKED
         ), chosen AS (
-            -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
             SELECT id
             FROM (
-                SELECT id, place, row_number() OVER (PARTITION BY topic, {{key}} ORDER BY place) AS nth
-                FROM planned JOIN locked USING (id)) AS numbered
-            WHERE nth = place
+                -- What was taken meanwhile leaves a gap; nothing behind a gap may go.
+                SELECT id, size, sum(size) OVER (ORDER BY turn) AS total
+                FROM (
+                    SELECT id, size, turn, place, row_number() OVER (PARTITION BY topic, {{key}} ORDER BY place) AS nth
+                    FROM planned JOIN locked USING (id)) AS numbered
+                WHERE nth = place) AS summed
+            WHERE {fits}
         ), taken AS (
         {take}
         )
@@ -410,6 +431,21 @@ class PostgreSQL(Dialect):
             **_held([claim for claim, _ in released]),
         )
 
+    def _park(self, parked: Sequence[tuple[Claim, str]]) -> Statement:
+        return self.sql(
+            """
+            UPDATE {outbox}
+            SET status = 'pending', attempts = attempts - 1, next_attempt_at = {later},
+                destination = held.error, parked = {outbox}.token,
+                locked_by = NULL, locked_until = NULL, updated_at = clock_timestamp()
+            """
+            + self.changing,
+            duration=PARKED_FOR,
+            delays=[timedelta(0)] * len(parked),
+            errors=[destination for _, destination in parked],
+            **_held([claim for claim, _ in parked]),
+        )
+
     def extend(self, claims: Sequence[Claim], lease: timedelta) -> Script[list[Claim]]:
         extended = yield self.sql(
             "UPDATE {outbox} SET locked_until = {later}, updated_at = clock_timestamp()"
@@ -424,6 +460,34 @@ class PostgreSQL(Dialect):
         return [c for c in claims if known.get(c.message.id) != (c.message.token, "processing")]
 
     # -- upkeep ------------------------------------------------------------------------------------------------
+
+    def unpark(self, namespace: str, destination: str, limit: int) -> Script[int]:
+        name = destination_name(destination)
+        changed = yield self.sql(self._unpark, namespace=namespace, destination=name, limit=limit)
+        return min(changed.count, limit)
+
+    # A head that another statement has locked is on its way.
+    _unpark: ClassVar[str] = """
+        WITH chosen AS MATERIALIZED (
+            SELECT id, topic, {key} FROM {outbox}
+            WHERE {is_parked} AND namespace = :namespace::text AND destination = :destination::text
+            ORDER BY next_attempt_at, seq LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
+        ), heads AS MATERIALIZED (
+            SELECT id FROM {outbox}
+            WHERE id = ANY (ARRAY(
+                    SELECT (
+                        SELECT id FROM {outbox}
+                        WHERE {unsettled} AND namespace = :namespace
+                          AND topic = keys.topic AND {key} = keys.{key}
+                        ORDER BY seq LIMIT 1)
+                    FROM (SELECT DISTINCT topic, {key} FROM chosen WHERE {key} IS NOT NULL) AS keys))
+              AND parked = token AND destination = :destination AND status NOT IN ('processing', 'delivered', 'dead')
+            FOR UPDATE SKIP LOCKED
+        )
+        UPDATE {outbox}
+        SET next_attempt_at = created_at, parked = NULL, updated_at = clock_timestamp()
+        WHERE id = ANY (ARRAY(SELECT id FROM chosen UNION SELECT id FROM heads))
+        """
 
     def sweep(self, namespace: str, terms: ClaimTerms) -> Script[int]:
         count = 0
@@ -456,13 +520,6 @@ class PostgreSQL(Dialect):
             SELECT ctid FROM {inbox}
             WHERE consumer = :consumer AND created_at <= {earlier}
             ORDER BY created_at LIMIT :limit FOR UPDATE SKIP LOCKED))
-        """
-    _oldest: ClassVar[str] = """
-        SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM {outbox}
-        WHERE namespace = :namespace AND status = 'pending' AND {loose} AND next_attempt_at <= now()
-        UNION ALL
-        SELECT extract(epoch FROM now() - min(next_attempt_at)) FROM {outbox}
-        WHERE namespace = :namespace AND status = 'pending' AND {ordered} AND next_attempt_at <= now()
         """
 
     # -- tickets -----------------------------------------------------------------------------------------------

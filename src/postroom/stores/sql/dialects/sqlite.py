@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from uuid import UUID
 
 from ....outbox import Addition
-from ....store import Claim, ClaimTerms, Retry
+from ....store import PARKED_FOR, Claim, ClaimTerms, Retry
 from ..decisions import Ticket
 from ..dialect import Dialect, Server
 from ..statement import Row, Script, Statement
@@ -67,31 +67,19 @@ class SQLite(Dialect):
         """Do nothing: the one writer gives out ``seq`` and commits before the next may write."""
         yield from ()
 
-    # Rows are found by their number rather than by the text of their id, and told by the statement that takes them.
-    take: ClassVar[str] = """
-        UPDATE {outbox}
-        SET status = 'processing', attempts = attempts + 1, token = token + 1,
-            locked_by = :worker, locked_until = {later}, updated_at = {now}
-        WHERE seq IN (
-        """
-    told: ClassVar[str] = """)
-        RETURNING id, topic, type, {key}, payload, content_type, headers, tenant_id, dedupe_key, created_at,
-                  attempts, token, seq
-        """
+    # Rows are found by their number rather than by the text of their id.
+    row = "seq"
+    age_since_due = f"({now} - next_attempt_at) / 1000.0"
+    age_since_created = f"({now} - created_at) / 1000.0"
 
-    def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
-        params = {
-            **self._eligibility(namespace, terms),
-            "worker": self.uuid(terms.worker),
-            "duration": self.duration(terms.lease),
-        }
-        rows: list[Row] = []
-        for text in (self._expired, self._due):
-            if len(rows) < limit:
-                chosen = text.replace(self.columns, "seq", 1)
-                taken = yield self.query(self.take + chosen + self.told, limit=limit - len(rows), **params)
-                rows += taken.rows
-        return rows
+    def _take(self, rows: Sequence[Any], terms: ClaimTerms) -> Script[Sequence[Row]]:
+        if not rows:
+            return []
+        worker, duration = self.uuid(terms.worker), self.duration(terms.lease)
+        taken = yield self.query(self._lease + self._returning, rows=rows, worker=worker, duration=duration)
+        return taken.rows
+
+    _returning: ClassVar[str] = f"RETURNING {Dialect.columns}"
 
     def _retry(self, retried: Sequence[tuple[Claim, Retry]]) -> Statement:
         return self._update_each(
@@ -122,6 +110,17 @@ class SQLite(Dialect):
                 locked_by = NULL, locked_until = NULL, updated_at = {now}
             """,
             [(claim, delay, "") for claim, delay in released],
+        )
+
+    def _park(self, parked: Sequence[tuple[Claim, str]]) -> Statement:
+        return self._update_each(
+            """
+            UPDATE {outbox}
+            SET status = 'pending', attempts = attempts - 1, next_attempt_at = {now} + changed.delay,
+                destination = changed.error, parked = token,
+                locked_by = NULL, locked_until = NULL, updated_at = {now}
+            """,
+            [(claim, PARKED_FOR, destination) for claim, destination in parked],
         )
 
     def _update_each(self, text: str, changes: Sequence[tuple[Claim, timedelta, str]]) -> Statement:
@@ -161,15 +160,6 @@ class SQLite(Dialect):
     _touch: ClassVar[str] = """
         UPDATE {tickets} SET status = status
         WHERE namespace = :namespace AND ticket = :ticket
-        """
-
-    _oldest: ClassVar[str] = """
-        SELECT ({now} - next_attempt_at) / 1000.0 FROM (
-            SELECT min(next_attempt_at) AS next_attempt_at FROM {outbox}
-            WHERE namespace = :namespace AND status = 'pending' AND {loose} AND next_attempt_at <= {now}
-            UNION ALL
-            SELECT min(next_attempt_at) FROM {outbox}
-            WHERE namespace = :namespace AND status = 'pending' AND {ordered} AND next_attempt_at <= {now})
         """
 
     def probe(self) -> Script[Server]:

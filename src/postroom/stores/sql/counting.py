@@ -1,0 +1,115 @@
+"""How a namespace is doing: counts up to a ceiling, and the age of the oldest message that waits."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import ClassVar, Final
+
+from ...store import Stats
+from .statement import Script
+from .wording import Wording
+
+__all__ = ["LOOKED_AT", "Counting"]
+
+#: Counts stop here, so that looking at a large table costs no more than looking at a small one.
+CEILING: Final = 10_000
+#: How many due messages with a key, and how many parked ones, are looked at for the oldest that waits.
+LOOKED_AT: Final = 1000
+#: How many keys are looked at if none of those messages could go out.
+KEYS_LOOKED_AT: Final = 100
+
+
+class Counting(Wording):
+    """The statements of `Store.stats`."""
+
+    def stats(self, namespace: str) -> Script[Stats]:
+        """Count up to a ceiling, and find the oldest message that waits."""
+        # One statement, so that a message which changes its state meanwhile is counted once, and once only.
+        columns = [
+            f"(SELECT count(*) FROM (SELECT 1 AS one FROM {{outbox}} WHERE namespace = :namespace AND {where} "
+            f"LIMIT {CEILING}) AS counted_{number})"
+            for number, (_, where) in enumerate(self._counted)
+        ]
+        counted = yield self.query("SELECT " + ",\n".join(columns), namespace=namespace)
+        counts: dict[str, int] = {}
+        for (status, _), count in zip(self._counted, counted.rows[0], strict=True):
+            counts[status] = min(counts.get(status, 0) + count, CEILING)
+        ages = yield from self._ages(namespace)
+        return Stats(
+            **counts,
+            oldest_due=timedelta(seconds=max(*ages, 0.0)) if ages else None,
+            ceiling=CEILING,
+        )
+
+    # Pending messages are counted by lane, since that is how they are indexed.
+    _counted: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("pending", "status = 'pending' AND {loose}"),
+        ("pending", "status = 'pending' AND {ordered}"),
+        ("processing", "status = 'processing'"),
+        ("delivered", "status = 'delivered'"),
+        ("dead", "status = 'dead'"),
+    )
+
+    def _ages(self, namespace: str) -> Script[list[float]]:
+        """Return for how many seconds the oldest message of each kind has been waiting."""
+        found = yield self.query(self._oldest, namespace=namespace)
+        ages = [float(row[0]) for row in found.rows if row[0] is not None]
+        front = yield self.query(self._oldest_keyed, namespace=namespace)
+        looked_at, age = front.rows[0]
+        if age is not None:
+            ages.append(float(age))
+        elif looked_at == LOOKED_AT:
+            # Followers that are held back fill the front; keys behind them may be waiting all the same.
+            ages += yield from self._ages_of_keys(namespace)
+        return ages
+
+    def _ages_of_keys(self, namespace: str) -> Script[list[float]]:
+        topic, key, ages = "", "", list[float]()
+        for _ in range(KEYS_LOOKED_AT):
+            found = yield self.query(self._next_head, namespace=namespace, topic=topic, key=key)
+            if not found.rows:
+                break
+            topic, key, age = found.rows[0]
+            ages += [] if age is None else [float(age)]
+        return ages
+
+    _oldest: ClassVar[str] = f"""
+        SELECT {{age_since_due}} FROM (
+            SELECT min(next_attempt_at) AS next_attempt_at FROM {{outbox}}
+            WHERE namespace = :namespace AND status = 'pending' AND {{loose}} AND next_attempt_at <= {{now}}) AS due
+        UNION ALL
+        SELECT {{age_since_created}} FROM (
+            SELECT min(created_at) AS created_at FROM (
+                SELECT created_at FROM {{outbox}}{{by_parked}}
+                WHERE {{is_parked}} AND namespace = :namespace AND destination IS NOT NULL
+                ORDER BY destination, next_attempt_at, seq LIMIT {LOOKED_AT}) AS first) AS parked
+        """
+    #: That a row is the first of its key, and that no dead one of its key came before it.
+    is_head: ClassVar[str] = """
+        head.seq = (
+            SELECT earlier.seq FROM {outbox} AS earlier{by_key}
+            WHERE {unsettled} AND earlier.namespace = head.namespace
+              AND earlier.topic = head.topic AND earlier.{key} = head.{key}
+            ORDER BY earlier.seq LIMIT 1)
+        AND (
+            SELECT dead.seq FROM {outbox} AS dead{by_dead}
+            WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+              AND dead.{key} = head.{key} AND dead.seq < head.seq
+            ORDER BY dead.seq LIMIT 1) IS NULL
+        """
+    _oldest_keyed: ClassVar[str] = f"""
+        WITH head AS (
+            SELECT namespace, topic, {{key}}, seq, next_attempt_at FROM {{outbox}}{{by_due}}
+            WHERE namespace = :namespace AND status = 'pending' AND {{ordered}} AND next_attempt_at <= {{now}}
+            ORDER BY next_attempt_at, seq LIMIT {LOOKED_AT})
+        SELECT (SELECT count(*) FROM head),
+               (SELECT {{age_since_due}} FROM head WHERE {is_head} ORDER BY next_attempt_at, seq LIMIT 1)
+        """
+    _next_head: ClassVar[str] = f"""
+        SELECT topic, {{key}},
+               CASE WHEN status = 'pending' AND next_attempt_at <= {{now}} AND {is_head} THEN {{age_since_due}} END
+        FROM (
+            SELECT namespace, topic, {{key}}, seq, status, next_attempt_at FROM {{outbox}}{{by_key}}
+            WHERE {{unsettled}} AND namespace = :namespace AND {{after_key}}
+            ORDER BY topic, {{key}}, seq LIMIT 1) AS head
+        """
