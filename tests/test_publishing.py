@@ -23,7 +23,12 @@ class Panic(BaseException):
     """What an extension module raises instead of ending the process."""
 
 
-RAISED = [Panic("index out of bounds"), GeneratorExit(), BaseExceptionGroup("two", [Panic("one")]), asyncio.CancelledError()]
+RAISED = [
+    Panic("index out of bounds"),
+    GeneratorExit(),
+    BaseExceptionGroup("two", [Panic("one")]),
+    asyncio.CancelledError(),
+]
 
 
 def failing(error: BaseException, times: int) -> tuple[Send, Publisher]:

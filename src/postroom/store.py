@@ -144,6 +144,8 @@ class Features:
     ordered: bool = True
     #: A message whose id or dedupe key is there is not added again.
     dedupes: bool = True
+    #: A message that is released with a destination waits for `Store.unpark`; without it, for a delay.
+    parks: bool = True
 
 
 class Store(Protocol):

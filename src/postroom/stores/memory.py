@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import chain, takewhile
 from typing import Final
-from uuid import UUID
 
 from ..decisions import Question
 from ..errors import ConfigurationError, NotInTransactionError

@@ -45,7 +45,8 @@ class MemoryRow:
     def line(self) -> Line:
         """The line that the row stands in."""
         message = self.message
-        return (message.namespace, message.id) if message.key is None else (message.namespace, message.topic, message.key)
+        own = (message.id,) if message.key is None else (message.topic, message.key)
+        return message.namespace, *own
 
 
 class MemoryTable(Sequence[MemoryRow]):
