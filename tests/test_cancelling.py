@@ -108,6 +108,7 @@ class Site:
         if self.kind == "memory":
             for row in self.memory.rows:
                 row.locked_until = row.locked_until and row.locked_until - 3600 * SECOND
+                self.memory.rows.update(row)
         else:
             hour = {"sqlite": "3600000", "asyncmy": "INTERVAL 1 HOUR"}.get(self.kind, "interval '1 hour'")
             self.run(f"UPDATE postroom_outbox SET locked_until = locked_until - {hour} WHERE status = 'processing'")

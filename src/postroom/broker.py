@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
 from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
 from .message import Message
@@ -15,7 +15,20 @@ from .store import Dead, Delivered, Outcome, Release, Retry
 if TYPE_CHECKING:
     from .delivery import Delivery
 
-__all__ = ["OUTAGES", "Each", "Publisher", "Send", "Subscriber", "describe", "is_cancelled"]
+__all__ = [
+    "INTERRUPTS",
+    "OUTAGES",
+    "Attempt",
+    "Each",
+    "Publisher",
+    "Send",
+    "Subscriber",
+    "attempt",
+    "describe",
+    "is_cancelled",
+]
+
+T = TypeVar("T")
 
 #: Delivers one message: to return is success, to raise is failure, and to return an `Outcome` is to choose.
 Send: TypeAlias = Callable[[Message], Awaitable[object]]
@@ -23,6 +36,8 @@ Send: TypeAlias = Callable[[Message], Awaitable[object]]
 MAX_ERROR = 2000
 #: What says that a destination is down.
 OUTAGES = (BrokerUnavailableError, ConnectionRefusedError)
+#: What ends a dispatcher if a publisher raises it.
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
 
 
 class Publisher(Protocol):
@@ -65,6 +80,38 @@ class Subscriber(Protocol):
         ...
 
 
+class Attempt(NamedTuple, Generic[T]):
+    """What became of one call of a publisher."""
+
+    answer: T | None = None
+    #: What it raised.
+    error: BaseException | None = None
+    #: Whether the messages may have been delivered although no answer came.
+    is_unknown: bool = False
+
+
+async def attempt(call: Awaitable[T], seconds: float | None) -> Attempt[T]:
+    """Await a call of a publisher; whatever it raises is returned, but for the cancellation of this task."""
+    task = asyncio.current_task()
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            return Attempt(await call)
+    except asyncio.CancelledError as error:
+        # A TaskGroup of Python 3.11 whose child failed leaves a request to cancel behind, so that the time limit
+        # cannot know that it was the only one.
+        if is_cancelled() and not deadline.expired():
+            raise
+        # It took too long, or something that the publisher waited for was cancelled, not this task.
+        return Attempt(error=error, is_unknown=True)
+    except GeneratorExit as error:
+        if not _is_current(task):
+            raise  # the coroutine is being closed
+        return Attempt(error=error)
+    except BaseException as error:  # noqa: BLE001 -- whatever a publisher raises is a failed delivery
+        return Attempt(error=error, is_unknown=deadline.expired() or isinstance(error, PublishUnknownError))
+
+
 class Each:
     """A publisher made of a function that delivers one message.
 
@@ -77,22 +124,19 @@ class Each:
         if concurrency < 1:
             raise ConfigurationError(f"concurrency must be at least 1, not {concurrency}")
         self._send = send
-        # One for all batches, so that several of them under way do not multiply it.
-        self._gate = asyncio.Semaphore(concurrency)
+        self.concurrency = concurrency
+        #: One for all batches, so that several of them under way do not multiply it.
+        self.gate: asyncio.Semaphore = asyncio.Semaphore(concurrency)
         self._timeout = None if timeout is None else timeout.total_seconds()
 
-    async def publish(
-        self, messages: Sequence[Message], heard: Callable[[int, Outcome], None] = lambda _index, _outcome: None
-    ) -> Sequence[Outcome | None]:
-        """Deliver a batch, keys side by side; tell ``heard`` of each outcome as soon as it is known."""
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        """Deliver a batch, keys side by side."""
         outcomes: list[Outcome | None] = [None] * len(messages)
 
         async def deliver(run: list[int]) -> None:
             for index in run:
-                async with self._gate:
-                    outcome = outcomes[index] = await self._attempt(messages[index])
-                if outcome is not None:
-                    heard(index, outcome)
+                async with self.gate:
+                    outcome = outcomes[index] = (await self.send(messages[index])).answer
                 if not isinstance(outcome, Delivered):
                     return
 
@@ -101,25 +145,23 @@ class Each:
                 group.create_task(deliver(run))
         return outcomes
 
-    async def _attempt(self, message: Message) -> Outcome | None:
-        deadline = asyncio.timeout(self._timeout)
-        try:
-            async with deadline:
-                answer = await self._send(message)
-        except OUTAGES:
-            return Release()
-        except RejectError as error:
-            return Dead(describe(error))
-        except asyncio.CancelledError:
-            # A TaskGroup of Python 3.11 whose child failed leaves a request to cancel behind, so that the time limit
-            # cannot know that it was the only one.
-            if is_cancelled() and not deadline.expired():
-                raise
-            return None  # it took too long, or something that the sender waited for was cancelled, not the sender
-        except Exception as error:  # noqa: BLE001 -- whatever a sender raises is a failed delivery
-            unknown = deadline.expired() or isinstance(error, PublishUnknownError)
-            return None if unknown else Retry(describe(error))
-        return answer if isinstance(answer, Delivered | Retry | Dead | Release) else Delivered()
+    async def send(self, message: Message) -> Attempt[Outcome]:
+        """Deliver one message; return what became of it, None if that is not known, and what was raised."""
+        answer, error, is_unknown = await attempt(self._send(message), self._timeout)
+        if error is None:
+            return Attempt(answer if isinstance(answer, Delivered | Retry | Dead | Release) else Delivered())
+        if is_unknown or isinstance(error, INTERRUPTS):
+            return Attempt(None, error, is_unknown=True)
+        if isinstance(error, OUTAGES):
+            return Attempt(Release(), error)
+        return Attempt(Dead(describe(error)) if isinstance(error, RejectError) else Retry(describe(error)), error)
+
+
+def _is_current(task: asyncio.Task[object] | None) -> bool:
+    try:
+        return asyncio.current_task() is task
+    except RuntimeError:  # no loop runs any more
+        return False
 
 
 def is_cancelled() -> bool:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from uuid import UUID
 
 from . import events
+from .chunk import Chunk
 from .message import Message
 from .patience import persist
 from .store import Claim, Dead, Delivered, Release, Retry, Settlement, Store
@@ -36,12 +37,15 @@ class Custody:
         self._store = store
         self._lease = lease
         self._tell = tell
-        self._chunk = chunk
+        self._settling = Chunk(chunk)
+        self._extending = Chunk(chunk)
         #: What was claimed together has one lease.
         self._held: dict[_Key, tuple[Claim, _Lease]] = {}
         #: Claims that are known to be somebody else's by now.
         self._lost: set[_Key] = set()
         self._unsettled: list[Settlement] = []
+        #: The sum of the payloads of all claims that are held.
+        self.size: int = 0
         self._arrived = asyncio.Event()
         #: Set whenever claims were settled.
         self.progress: asyncio.Event = asyncio.Event()
@@ -55,7 +59,9 @@ class Custody:
     def hold(self, claims: Iterable[Claim], expires: float) -> None:
         """Take claims into custody."""
         lease = _Lease(expires)
-        self._held.update([((claim.message.id, claim.message.token), (claim, lease)) for claim in claims])
+        for claim in claims:
+            self._held[claim.message.id, claim.message.token] = claim, lease
+            self.size += len(claim.message.payload)
 
     def is_safe(self, message: Message) -> bool:
         """Tell whether a claim is surely still ours, so that its message may be sent."""
@@ -100,13 +106,17 @@ class Custody:
             await self._arrived.wait()
             self._arrived.clear()
             while self._unsettled:
-                settlements = self._unsettled[: self._chunk]
-                worth = self._worth_recording(settlements)
-                lost = await persist("settle", partial(self._store.settle, worth), self._tell)
+                settled = await persist("settle", partial(self._settling.call, self._settle), self._tell)
+                settlements, worth, lost = settled or ([], [], [])
                 del self._unsettled[: len(settlements)]
-                self._end(settlements, worth, lost or ())
+                self._end(settlements, worth, lost)
                 self.recorded(settlements)
                 self.progress.set()
+
+    async def _settle(self, limit: int) -> tuple[Sequence[Settlement], Sequence[Settlement], Sequence[Claim]]:
+        settlements = self._unsettled[:limit]
+        worth = self._worth_recording(settlements)
+        return settlements, worth, await self._store.settle(worth)
 
     def _worth_recording(self, settlements: Sequence[Settlement]) -> Sequence[Settlement]:
         """Leave out lost claims: none is followed by a nack, but a confirmed delivery is always worth recording."""
@@ -122,7 +132,8 @@ class Custody:
         self._record(recorded)
         for settlement in settlements:
             message = settlement.claim.message
-            self._held.pop((message.id, message.token), None)
+            if self._held.pop((message.id, message.token), None) is not None:
+                self.size -= len(message.payload)
         self._lost &= self._held.keys()
 
     def _record(self, settlements: Sequence[Settlement]) -> None:
@@ -165,16 +176,20 @@ class Custody:
         open_claims = self.undecided([claim for claim, _ in self._held.values()])
         aging = [(claim, self._held[_key(claim.message)][1]) for claim in open_claims]
         aging = [(claim, held) for claim, held in aging if held.expires - asked < lease * 0.7]
-        if not aging:
-            return
-        claims = [claim for claim, _ in aging]
-        lost = await persist("extend", partial(self._store.extend, claims, self._lease), self._tell)
-        for _, held in aging:
-            held.expires = asked + lease
-        # What was settled meanwhile is not lost, it is done.
-        gone = self.undecided(lost or ())
-        self._lost.update(_key(claim.message) for claim in gone)
-        self._report_lost(gone)
+        while aging:
+            renewed = await persist("extend", partial(self._extending.call, partial(self._extend, aging)), self._tell)
+            count, lost = renewed or (len(aging), [])
+            for _, held in aging[:count]:
+                held.expires = asked + lease
+            del aging[:count]
+            # What was settled meanwhile is not lost, it is done.
+            gone = self.undecided(lost)
+            self._lost.update(_key(claim.message) for claim in gone)
+            self._report_lost(gone)
+
+    async def _extend(self, aging: Sequence[tuple[Claim, _Lease]], limit: int) -> tuple[int, Sequence[Claim]]:
+        claims = [claim for claim, _ in aging[:limit]]
+        return len(claims), await self._store.extend(claims, self._lease)
 
 
 def _key(message: Message) -> _Key:

@@ -14,22 +14,19 @@ from typing import NamedTuple, cast
 from uuid import UUID, uuid4
 
 from . import events
-from .broker import OUTAGES, Each, Publisher, Send, describe, is_cancelled
+from .breakers import Breakers
+from .broker import Each, Publisher, Send
+from .chunk import Chunk
 from .custody import Custody
-from .destinations import Destinations
-from .errors import (
-    ConfigurationError,
-    PublishUnknownError,
-    StoreContentionError,
-    StoreTimeoutError,
-    StoreUnavailableError,
-)
+from .destination import NamesDestinations, Naming
+from .errors import ConfigurationError, StoreContentionError, StoreTimeoutError, StoreUnavailableError
 from .message import Message
 from .patience import call_in, persist
+from .probing import Prober
+from .publishing import Policy, Publishing
 from .retry import Backoff, Delay, guarded
-from .store import Claim, ClaimTerms, Dead, OnDead, Outcome, Release, Retry, Settlement, Store
+from .store import Claim, ClaimTerms, Dead, OnDead, Release, Retry, Settlement, Store
 from .upkeep import purge_forever, repair_forever, sweep_forever
-from .verdict import Verdict, judge
 
 __all__ = ["Dispatcher"]
 
@@ -38,7 +35,8 @@ SECOND = timedelta(seconds=1)
 SHORTEST_IDLE = 0.01
 #: How many seconds a stop waits for the store to take the last settlements.
 FAREWELL = 10.0
-UNREACHABLE = "the publisher could not reach it"
+#: How many bytes of payload one claim brings by default.
+BATCH_BYTES = 4 * 1024 * 1024
 #: What may go away by itself while a store is opened; wrong credentials and a missing schema do not.
 PASSING = (StoreUnavailableError, StoreTimeoutError, StoreContentionError)
 
@@ -48,6 +46,7 @@ class _Answer(NamedTuple):
 
     claims: Sequence[Claim]
     began_idle: bool
+    newest_first: bool
 
 
 class Dispatcher:
@@ -76,6 +75,7 @@ class Dispatcher:
         publisher: Publisher | Send,
         *,
         batch: int = 500,
+        batch_bytes: int = BATCH_BYTES,
         batches_in_flight: int = 4,
         concurrency: int = 100,
         poll_interval: timedelta = SECOND / 2,
@@ -84,6 +84,7 @@ class Dispatcher:
         max_attempts: int = 10,
         backoff: Delay | None = None,
         outage_backoff: Delay | None = None,
+        destination: Callable[[Message], str] | None = None,
         on_dead: OnDead = "block",
         tenant_id: UUID | None = None,
         shutdown_grace: timedelta = 30 * SECOND,
@@ -98,6 +99,7 @@ class Dispatcher:
             store: Where the messages are.
             publisher: A `Publisher`, or a function that delivers one message.
             batch: How many messages are claimed at once.
+            batch_bytes: How many bytes of payload are claimed at once; a single message may be larger.
             batches_in_flight: How many batches are being published or settled at the same time.
             concurrency: How many calls of a function that delivers one message run at the same time.
             poll_interval: How long to wait at the most before looking for work; at most a third of the lease.
@@ -106,17 +108,21 @@ class Dispatcher:
             max_attempts: After how many deliveries a failing message is dead.
             backoff: How long a failed message waits, by its number of attempts.
             outage_backoff: How long a destination that is down is left alone, by the number of failed probes.
+            destination: Names where a message is taken, so that an outage there delays no others; by default the
+                publisher's own method ``destination``, or the topic.
             on_dead: Whether a dead message holds back the later ones of its key.
             tenant_id: Deliver messages of this tenant only.
             shutdown_grace: How long a stop waits for publishes that are under way.
             sweep_interval: How often messages without an attempt left are made dead.
             cleanup_interval: How often delivered messages past their retention are deleted.
             worker: Who holds the claims; a new id by default.
-            listener: Is told every event; by default they are logged.
+            listener: Called with every event; by default they are logged.
         """
         durations = (poll_interval, lease, publish_timeout, sweep_interval, cleanup_interval)
-        if min(batch, batches_in_flight, max_attempts) < 1 or min(durations) <= timedelta(0):
-            raise ConfigurationError("batch, batches_in_flight, max_attempts and all durations must be positive")
+        if min(batch, batch_bytes, batches_in_flight, max_attempts) < 1 or min(durations) <= timedelta(0):
+            raise ConfigurationError(
+                "batch, batch_bytes, batches_in_flight, max_attempts and all durations must be positive"
+            )
         if poll_interval * 3 > lease:
             raise ConfigurationError(f"poll_interval={poll_interval} must be at most a third of lease={lease}")
         if publish_timeout >= lease:
@@ -127,15 +133,20 @@ class Dispatcher:
         self._store = store
         self._publisher = self._wrapped(publisher, concurrency, publish_timeout)
         self._batch = batch
+        self._batch_bytes = batch_bytes
         self._batches_in_flight = batches_in_flight
         self._poll_interval = poll_interval.total_seconds()
         self._publish_timeout = publish_timeout.total_seconds()
-        self._backoff = guarded(backoff or Backoff())
         self._grace = shutdown_grace.total_seconds()
         self._sweep_interval = sweep_interval
         self._cleanup_interval = cleanup_interval
         self._terms = ClaimTerms(
-            worker=self.worker, lease=lease, max_attempts=max_attempts, on_dead=on_dead, tenant_id=tenant_id
+            worker=self.worker,
+            lease=lease,
+            max_attempts=max_attempts,
+            on_dead=on_dead,
+            tenant_id=tenant_id,
+            max_bytes=batch_bytes,
         )
         self._tell = events.guarded(listener)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,15 +154,28 @@ class Dispatcher:
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
         self._custody = Custody(store, lease, self._tell, chunk=4 * batch)
-        self._destinations = Destinations(guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell)
-        #: Whether a message that is given back says that its destination is down; a reader may do so at any time.
-        self.releases_are_outages: bool = True
+        if destination is None and isinstance(publisher, NamesDestinations):
+            destination = publisher.destination
+        self._breakers = Breakers(Naming(destination), guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell)
+        policy = Policy(
+            backoff=guarded(backoff or Backoff()),
+            max_attempts=max_attempts,
+            timeout=self._publish_timeout,
+            batch=batch,
+            parks=store.features.parks,
+        )
+        self._publishing = Publishing(self._publisher, self._custody, self._breakers, policy, self._stopping)
+        self._publishing.on_interruption = self.stop_soon
+        self._prober = Prober(store, self._breakers, self._publishing, self.wake, self._tell)
+        self._prober.most = batch * batches_in_flight
         self._alone: asyncio.Task[None] | None = None
         self._claiming: list[asyncio.Task[_Answer]] = []
         self._answered = asyncio.Event()
         self._batches: set[asyncio.Task[None]] = set()
         self._idle = SHORTEST_IDLE
-        self._ramp = self._batch
+        self._size = Chunk(batch)
+        self._is_clogged = False
+        self._newest_first = False
 
     def _wrapped(self, publisher: Publisher | Send, concurrency: int, timeout: timedelta) -> Publisher:
         if hasattr(publisher, "publish"):
@@ -175,11 +199,13 @@ class Dispatcher:
         if self._loop is not None:
             raise ConfigurationError("a dispatcher runs once; make a new one to run again")
         self._loop = asyncio.get_running_loop()
-        released, opened = 0, False
+        released, opened = 0, None
         try:
-            opened = bool(await persist("open", self._store.open, self._tell, only=PASSING, until=self._stopping))
+            opened = await persist("open", self._store.open, self._tell, only=PASSING, until=self._stopping)
+            if opened is None:
+                return  # stopped before the store was there
+            self._tell(events.Started(self.worker, self._store.namespace))
             async with asyncio.TaskGroup() as group:
-                self._tell(events.Started(self.worker, self._store.namespace))
                 services = [
                     group.create_task(service)
                     for service in (
@@ -188,10 +214,14 @@ class Dispatcher:
                         sweep_forever(self._store, self._terms, self._tell, every=self._sweep_interval),
                         purge_forever(self._store, self._tell, every=self._cleanup_interval),
                         repair_forever(self._store, self._tell),
+                        self._prober.probe_forever(),
+                        self._prober.find_forever(),
                         persist("listen", lambda: self._store.listen(self.wake), self._tell, deadline=None),
                     )
                 ]
                 try:
+                    if until_idle and self._store.features.parks:
+                        await self._prober.find()  # what waits for a destination is tried once, too
                     await self._claim_until_stopped(until_idle=until_idle)
                     await self._wait_for_batches(self._grace)
                 finally:
@@ -200,13 +230,16 @@ class Dispatcher:
                         service.cancel()
         finally:
             await self._end(released, opened=opened)
+        if self._publishing.interruption is not None:
+            raise self._publishing.interruption
 
-    async def _end(self, released: int, *, opened: bool) -> None:
+    async def _end(self, released: int, *, opened: bool | None) -> None:
         try:
             if opened:
                 await self._store.close()
-        finally:  # cancelled or not: somebody may wait in stop()
-            self._tell(events.Stopped(self.worker, released))
+        finally:  # cancelled or not: stop() may be waiting
+            if opened is not None:
+                self._tell(events.Stopped(self.worker, released))
             self._stopped.set()
 
     def wake(self) -> None:
@@ -239,13 +272,17 @@ class Dispatcher:
         """Have settlements told that are in the store, for those who wait for one of them."""
         self._custody.recorded = listener
 
+    def take_releases_as_requeues(self) -> None:
+        """Take a release by the publisher as a wish to get the message again, and not as an outage."""
+        self._publishing.releases_are_outages = False
+
     async def _wait_for_batches(self, grace: float) -> None:
-        if self._batches:
-            await asyncio.wait(self._batches, timeout=grace)
+        if under_way := self._batches | self._publishing.alone:
+            await asyncio.wait(under_way, timeout=grace)
 
     def _cancel_batches(self) -> None:
-        for batch in self._batches:
-            batch.cancel()
+        for task in self._batches | self._publishing.alone:
+            task.cancel()
 
     async def _let_go(self) -> int:
         """Give back what is still held, so that others need not wait for the leases to run out."""
@@ -268,13 +305,13 @@ class Dispatcher:
                 await self._room()
                 self._begin_claims(2 if is_busy else 1)
                 answer = await self._next_claim()
-                is_busy = len(answer.claims) == self._batch
+                is_busy = len(answer.claims) == self._size.size
                 if answer.claims:
-                    await self._start(answer.claims)
+                    await self._start(answer)
                     self._idle = SHORTEST_IDLE
                 elif self._claiming:
                     continue
-                elif until_idle and answer.began_idle and not self._custody and not self._woken.is_set():
+                elif until_idle and answer.began_idle and self._is_idle():
                     return
                 else:
                     await self._rest()
@@ -282,6 +319,9 @@ class Dispatcher:
             # The store may have claimed already: what it took must be known, to be given back.
             self._stopping.set()
             await asyncio.gather(*self._claiming, return_exceptions=True)
+
+    def _is_idle(self) -> bool:
+        return not (self._custody or self._woken.is_set() or self._prober.is_busy)
 
     def _begin_claims(self, wanted: int) -> None:
         """Have a claim under way, and a second one while there is much to do, so that the store need not wait."""
@@ -302,12 +342,20 @@ class Dispatcher:
     async def _claim(self) -> _Answer:
         """Claim a batch into custody."""
         began_idle, granted = not self._custody, time.monotonic()
-        call = partial(self._store.claim, self._ramp, self._terms_now())
+        # Behind a backlog that is parked bit by bit there may be messages that can be delivered.
+        newest_first = self._newest_first = self._is_clogged and not self._newest_first
+        call = partial(self._size.call, partial(self._claim_some, newest_first))
         claims = await persist("claim", call, self._tell, until=self._stopping) or []
         if claims:
             self._custody.hold(claims, granted + self._terms.lease.total_seconds())
             self._tell(events.Claimed(len(claims)))
-        return _Answer(claims, began_idle)
+        return _Answer(claims, began_idle, newest_first)
+
+    async def _claim_some(self, newest_first: bool, limit: int) -> list[Claim]:  # noqa: FBT001 -- for a partial
+        max_bytes = self._size.share(self._batch_bytes)
+        if newest_first or max_bytes != self._batch_bytes:
+            return await self._store.claim(limit, replace(self._terms, newest_first=newest_first, max_bytes=max_bytes))
+        return await self._store.claim(limit, self._terms)
 
     async def _room(self) -> None:
         """Wait until another batch may be under way."""
@@ -322,19 +370,17 @@ class Dispatcher:
         # A publisher of single messages has a limit of its own; small batches must not use it up.
         batches = 0 if isinstance(self._publisher, Each) else len(self._batches) + ahead
         held = len(self._custody) + ahead * self._batch
-        return batches >= self._batches_in_flight or held >= self._batch * self._batches_in_flight
+        size = self._custody.size + ahead * self._batch_bytes
+        most = self._batches_in_flight
+        return batches >= most or held >= self._batch * most or size >= self._batch_bytes * most
 
-    def _terms_now(self) -> ClaimTerms:
-        """Return the terms of the next claim, which leaves topics alone that are down."""
-        down = self._destinations.down()
-        return replace(self._terms, skip_topics=down) if down else self._terms
-
-    async def _start(self, claims: Sequence[Claim]) -> None:
+    async def _start(self, answer: _Answer) -> None:
+        claims = answer.claims
         if claims[0].suspect:
             await self._make_way(claims)
         if self._stopping.is_set():
             return  # too late to begin; it is given back with the rest
-        task = asyncio.create_task(self._dispatch(claims))
+        task = asyncio.create_task(self._dispatch(claims, newest_first=answer.newest_first))
         self._alone = task if claims[0].suspect else None
         self._batches.add(task)
         task.add_done_callback(self._finished)
@@ -365,26 +411,17 @@ class Dispatcher:
 
     # -- publish -----------------------------------------------------------------------------------------------
 
-    async def _dispatch(self, claims: Sequence[Claim]) -> None:
+    async def _dispatch(self, claims: Sequence[Claim], *, newest_first: bool) -> None:
         """Publish a batch and hand over what became of it."""
         sound = self._without_broken(claims)
         if time.monotonic() > self._custody.expires(claims[0]) - self._publish_timeout:
             self._custody.settle([Settlement(claim, Release()) for claim in sound])
             return
-        tried, waiting = self._destinations.admit(sound)
-        self._custody.settle([Settlement(claim, Release()) for claim in waiting])
-        try:
-            if tried:
-                await self._publish(tried)
-        except (Exception, asyncio.CancelledError) as error:
-            # A batch must not end without an outcome, whatever went wrong; cancelled by a stop it is given back there.
-            if self._stopping.is_set() and isinstance(error, asyncio.CancelledError):
-                raise
-            left = self._custody.without_outcome(tried)
-            failed = self._judge(left, [Retry(describe(error))] * len(left))
-            self._custody.settle(list(map(Settlement, left, failed.outcomes)))
-        finally:
-            self._destinations.end_probes(tried)
+        runs = self._publishing.admit(sound)
+        is_clogged = len(sound) > 2 * sum(len(run.claims) for run in runs)
+        self._is_clogged = is_clogged or (self._is_clogged and newest_first)
+        if runs:
+            await self._publishing.publish(runs)
 
     def _without_broken(self, claims: Sequence[Claim]) -> list[Claim]:
         """Make claims dead that cannot be read, and give back the rest of their keys, which they may hold back now."""
@@ -397,57 +434,3 @@ class Dispatcher:
         self._custody.settle([Settlement(claim, Dead(why)) for claim, why in broken])
         self._custody.settle([Settlement(claim, Release()) for claim in held_back])
         return [claim for claim in others if claim not in held_back]
-
-    async def _publish(self, claims: Sequence[Claim]) -> None:
-        """Publish claims and settle them: those with an answer of their own at once, the others with the batch."""
-        early: set[int] = set()
-
-        def heard(index: int, outcome: Outcome) -> None:
-            if isinstance(outcome, Release) and self.releases_are_outages:
-                return  # an outage is judged by the whole batch
-            early.add(index)
-            if not isinstance(outcome, Release):
-                outcome = self._judge([claims[index]], [outcome]).outcomes[0]
-            self._custody.settle([Settlement(claims[index], outcome)])
-
-        answers, error = await self._answers([claim.message for claim in claims], heard)
-        verdict = self._judge(claims, answers)
-        was_down = set(self._destinations.down()) & verdict.alive
-        outcomes = verdict.outcomes
-        if self.releases_are_outages:
-            outcomes = self._destinations.hear(claims, verdict, error)
-        if was_down:
-            # Beginning again with one message keeps a destination that comes back from being overrun.
-            self._ramp = 1
-        elif verdict.alive:
-            self._ramp = min(self._ramp * 2, self._batch)
-        settlements = list(map(Settlement, claims, outcomes))
-        self._custody.settle([s for index, s in enumerate(settlements) if index not in early] if early else settlements)
-
-    def _judge(self, claims: Sequence[Claim], answers: Sequence[Outcome | None]) -> Verdict:
-        messages = [claim.message for claim in claims]
-        return judge(messages, answers, backoff=self._backoff, max_attempts=self._terms.max_attempts)
-
-    async def _answers(
-        self, messages: Sequence[Message], heard: Callable[[int, Outcome], None]
-    ) -> tuple[Sequence[Outcome | None], str]:
-        """Return what the publisher says of each message, and why if it could say nothing."""
-        if isinstance(self._publisher, Each):
-            # It watches the time of each message; the batch as a whole may take longer.
-            return await self._publisher.publish(messages, heard), UNREACHABLE
-        deadline = asyncio.timeout(self._publish_timeout)
-        try:
-            async with deadline:
-                answers = list(await self._publisher.publish(messages))
-        except asyncio.CancelledError:
-            if is_cancelled() and not deadline.expired():
-                raise
-            return [None] * len(messages), "it took too long, or something that the publisher waited for was cancelled"
-        except Exception as error:  # noqa: BLE001 -- whatever a publisher raises is a failed delivery
-            unknown = deadline.expired() or isinstance(error, PublishUnknownError)
-            failed: Outcome = Release() if isinstance(error, OUTAGES) else Retry(describe(error))
-            return [None if unknown else failed] * len(messages), describe(error)
-        if len(answers) != len(messages):
-            wrong = f"the publisher gave {len(answers)} outcomes for {len(messages)} messages"
-            return [Retry(wrong)] * len(messages), ""
-        return answers, UNREACHABLE

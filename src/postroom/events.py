@@ -131,21 +131,21 @@ class LeaseLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class BreakerOpened(Event):
-    """A destination is down; its messages wait. ``topic`` is None for the whole broker."""
+    """A destination, or the part of it that the messages of one key go to, is down; its messages wait."""
 
     level = logging.WARNING
     text = "destination is down, waiting"
-    topic: str | None
+    destination: str
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerClosed(Event):
-    """A destination works again."""
+    """A destination works again, or no message waits for it any more."""
 
     level = logging.INFO
     text = "destination works again"
-    topic: str | None
+    destination: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,9 @@ def guarded(listener: Listener) -> Listener:
     def tell(event: Event) -> None:
         try:
             listener(event)
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
             _logger.exception("a listener failed")
 
     return tell

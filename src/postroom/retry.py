@@ -78,6 +78,10 @@ class Breaker:
         """Give the right back; to be called after `fail`, if that is the verdict."""
         self._probing = False
 
+    def end_cooldown(self) -> None:
+        """Let the destination be tried at once."""
+        self._retry_at = 0.0
+
     def fail(self, now: float) -> bool:
         """Leave the destination alone, for longer each time a probe fails; tell whether this is the first time."""
         first = self.failures == 0
@@ -95,7 +99,9 @@ def guarded(delay: Delay) -> Delay:
             answer = delay(attempts)
             if answer >= timedelta(0):
                 return answer
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
             _logger.exception("the backoff function failed; the usual backoff is used")
         return Backoff()(attempts)
 

@@ -76,7 +76,7 @@ class Source(AsyncIterator[Delivery]):
             shutdown_grace=timedelta(0),
             listener=listener,
         )
-        self._dispatcher.releases_are_outages = False
+        self._dispatcher.take_releases_as_requeues()
         self._dispatcher.on_settled(self._settled)
 
     async def __aenter__(self) -> Self:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from .message import Message
@@ -21,55 +21,52 @@ NO_ANSWER = "PublishUnknownError: no answer came in time; the message may have b
 class Verdict:
     """The outcomes of a batch, and what it says about the destinations."""
 
-    outcomes: Sequence[Outcome]
-    #: Topics of which something was heard, and topics that are down.
-    alive: frozenset[str] = field(default_factory=frozenset[str])
-    down: frozenset[str] = field(default_factory=frozenset[str])
+    outcomes: list[Outcome]
+    #: The places in the batch of messages that were answered, and of messages whose destination is down.
+    answered: Sequence[int] = ()
+    down: Sequence[int] = ()
 
 
 def judge(
     messages: Sequence[Message],
     answers: Sequence[Outcome | None],
     *,
+    destinations: Sequence[str],
+    alive: Container[str] = (),
     backoff: Delay,
     max_attempts: int,
 ) -> Verdict:
     """Tell outages from failures, count attempts, and keep the order of keys.
 
-    Where nothing is known of a message, other messages decide: if its topic answered for any of them, the message
-    failed; if it was silent, the topic is down and no attempt is spent.
+    Where nothing is known of a message, others decide: if its destination answered for any of them, or is ``alive``
+    by other calls, the message failed; if it was silent, the destination is down and no attempt is spent.
     """
     if all(type(answer) is Delivered for answer in answers):  # the usual case, which is worth being quick about
-        return Verdict([Delivered()] * len(messages), frozenset({message.topic for message in messages}))
+        return Verdict([Delivered()] * len(messages), range(len(messages)))
     answers = [_clean(answer) for answer in answers]
-    alive = frozenset(
-        message.topic
-        for message, answer in zip(messages, answers, strict=True)
-        if isinstance(answer, Delivered | Retry | Dead)
-    )
+    answered = [index for index, answer in enumerate(answers) if isinstance(answer, Delivered | Retry | Dead)]
+    heard = {destinations[index] for index in answered}
     blocked: set[tuple[str, str]] = set()
     outcomes: list[Outcome] = []
-    down: set[str] = set()
-    for message, answer in zip(messages, answers, strict=True):
+    down: list[int] = []
+    for index, (message, answer) in enumerate(zip(messages, answers, strict=True)):
         place = None if message.key is None else (message.topic, message.key)
         if place in blocked and not isinstance(answer, Delivered):
             outcomes.append(Release())  # an earlier one of its key failed
             continue
-        outcome = _outcome(message, answer, is_alive=message.topic in alive, backoff=backoff, max_attempts=max_attempts)
+        is_alive = destinations[index] in heard or destinations[index] in alive
+        outcome = _outcome(message, answer, is_alive=is_alive, backoff=backoff, max_attempts=max_attempts)
         if isinstance(outcome, Release):
-            down.add(message.topic)
+            down.append(index)
         if place is not None and not isinstance(outcome, Delivered):
             blocked.add(place)
         outcomes.append(outcome)
-    return Verdict(outcomes, alive, frozenset(down) - alive)
+    return Verdict(outcomes, answered, down)
 
 
 def _outcome(message: Message, answer: Outcome | None, *, is_alive: bool, backoff: Delay, max_attempts: int) -> Outcome:
     if answer is None:
         answer = Retry(NO_ANSWER) if is_alive else Release()
-    if isinstance(answer, Release) and is_alive:
-        # A part of the destination is down, and the rest goes on: without a pause this would come again at once.
-        return Release(answer.delay or backoff(1))
     if not isinstance(answer, Retry):
         return answer
     if message.attempt >= max_attempts:

@@ -178,12 +178,12 @@ class _Session:
     def listen(self, event: events.Event) -> None:
         """Take note of what decides the exit code, and log."""
         match event:
-            case events.BreakerOpened(topic):
-                self._down.add(topic)
+            case events.BreakerOpened(destination):
+                self._down.add(destination)
                 if isinstance(self._publisher, LinesBroker) and self._publisher.is_gone and self._dispatcher:
                     self._dispatcher.stop_soon()
-            case events.BreakerClosed(topic):
-                self._down.discard(topic)
+            case events.BreakerClosed(destination):
+                self._down.discard(destination)
             case events.Retried() | events.Died() | events.Swept():
                 self._undelivered = True
             case _:

@@ -94,11 +94,11 @@ class Counter:
                 self.absorbed += 1
             case events.DeadLettered():
                 self.buried += 1
-            case events.BreakerOpened(topic):
-                self.down.add(topic)
+            case events.BreakerOpened(destination):
+                self.down.add(destination)
                 self.outages += 1
-            case events.BreakerClosed(topic):
-                self.down.discard(topic)
+            case events.BreakerClosed(destination):
+                self.down.discard(destination)
                 self.recoveries += 1
             case _:
                 pass

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Final
-from uuid import UUID
 
 from ..decisions import Question
 from ..errors import ConfigurationError, NotInTransactionError
 from ..inbox import Inbox
 from ..message import DEFAULT_NAMESPACE, Message
 from ..outbox import Added, Addition, Outbox
-from ..store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
+from ..store import (
+    PARKED_FOR,
+    Claim,
+    ClaimTerms,
+    Dead,
+    Delivered,
+    Features,
+    Outcome,
+    Release,
+    Retry,
+    Settlement,
+    Stats,
+)
 from ..writer import Writer
+from .memory_table import MemoryRow, MemoryTable
 
 __all__ = ["MemoryRow", "MemoryStore", "MemoryTransaction", "writer_for"]
 
@@ -24,32 +36,12 @@ __all__ = ["MemoryRow", "MemoryStore", "MemoryTransaction", "writer_for"]
 SUSPECTS_EVERY: Final = 16
 _NO_INBOX: Final = "a MemoryStore has no inbox, since its transactions hold nothing but messages; use a SQLiteStore"
 _NO_TICKETS: Final = "a MemoryStore has no tickets; use a SQLiteStore"
+_SOME_TIME: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _STATUS: Final = {Delivered: "delivered", Retry: "pending", Release: "pending", Dead: "dead"}
 
 
-@dataclass(slots=True, eq=False)
-class MemoryRow:
-    """A stored message and what became of it so far."""
-
-    message: Message
-    due: datetime
-    changed: datetime
-    status: str = "pending"
-    worker: UUID | None = None
-    locked_until: datetime | None = None
-    error: str | None = None
-
-    def become(self, status: str, now: datetime) -> None:
-        """Change the status, which also ends a lease."""
-        self.status, self.changed, self.worker, self.locked_until = status, now, None, None
-
-    def is_expired(self, now: datetime) -> bool:
-        """Tell whether a lease ran out."""
-        return self.locked_until is not None and self.locked_until < now
-
-
 class MemoryStore:
-    """Messages in a list, in order of arrival; they end with the process."""
+    """Messages in a table in memory, in order of arrival; they end with the process."""
 
     features: Features = Features(durable=False)
 
@@ -62,7 +54,7 @@ class MemoryStore:
     ) -> None:
         self.namespace = namespace
         self.keep_delivered = keep_delivered
-        self.rows: list[MemoryRow] = []
+        self.rows: MemoryTable = MemoryTable()
         self._clock = clock
         self._turn = 0
 
@@ -87,25 +79,36 @@ class MemoryStore:
     async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         """Lease what is due, expired leases first, each key from its head on; or one suspect."""
         self._turn += 1
-        now, lines = self._clock(), self._lines(terms)
-        runs = [run for line in lines if (run := list(takewhile(lambda row: _is_ready(row, terms, now), line)))]
-        runs.sort(key=lambda run: (run[0].status == "pending", run[0].locked_until or run[0].due))
-        chosen = [row for run in runs for row in run][:limit]
-        suspects = [line[0] for line in lines if _is_suspect(line[0], terms, now)]
+        now = self._clock()
+        chosen = self._chosen(limit, terms, now)
+        suspects = [head for head in self._expired_heads(terms, now) if _is_suspect(head, terms, now)]
         alone = bool(suspects) and limit > 0 and (not chosen or self._turn % SUSPECTS_EVERY == 0)
         if alone:
-            chosen = [min(suspects, key=lambda row: row.locked_until or now)]
-        return [_lease(row, terms, now, suspect=alone) for row in self._mine() if row in chosen]
+            chosen = [suspects[0]]
+        return [self._lease(row, terms, now, suspect=alone) for row in sorted(chosen, key=lambda row: row.number)]
 
-    def _lines(self, terms: ClaimTerms) -> list[list[MemoryRow]]:
-        """Return what has to go out one after the other: the messages of a key, or a single one without."""
-        waiting = {"pending", "processing", "dead"} if terms.on_dead == "block" else {"pending", "processing"}
-        lines: dict[object, list[MemoryRow]] = {}
-        for row in self._mine():
-            place = row.message.id if row.message.key is None else (row.message.topic, row.message.key)
-            if row.status in waiting:
-                lines.setdefault(place, []).append(row)
-        return list(lines.values())
+    def _chosen(self, limit: int, terms: ClaimTerms, now: datetime) -> list[MemoryRow]:
+        """Return what one claim takes: expired leases first, and no more than fits."""
+        expired = self.rows.due(self.namespace, "processing", now)
+        pending = self.rows.due(self.namespace, "pending", now, newest_first=terms.newest_first)
+        chosen, size = list[MemoryRow](), 0
+        for line in chain(expired, pending):
+            for row in takewhile(lambda row: _is_ready(row, terms, now), _standing(line, terms)):
+                size += len(row.message.payload)
+                if len(chosen) == limit or (chosen and terms.max_bytes is not None and size > terms.max_bytes):
+                    return chosen
+                chosen.append(row)
+        return chosen
+
+    def _expired_heads(self, terms: ClaimTerms, now: datetime) -> list[MemoryRow]:
+        return [next(_standing(line, terms)) for line in self.rows.due(self.namespace, "processing", now)]
+
+    def _lease(self, row: MemoryRow, terms: ClaimTerms, now: datetime, *, suspect: bool) -> Claim:
+        row.status, row.changed, row.worker, row.locked_until = "processing", now, terms.worker, now + terms.lease
+        row.message = replace(row.message, attempt=row.message.attempt + 1, token=row.message.token + 1)
+        self.rows.park(row, None)
+        self.rows.update(row)
+        return Claim(row.message, suspect)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Record what became of claims; return those that were lost."""
@@ -113,7 +116,7 @@ class MemoryStore:
 
     def _settle(self, settlement: Settlement) -> bool:
         now, outcome, message = self._clock(), settlement.outcome, settlement.claim.message
-        row, status = self._find(message.id), _STATUS[type(outcome)]
+        row, status = self.rows.find(message.id), _STATUS[type(outcome)]
         if row is None:
             return isinstance(outcome, Delivered)  # only delivered messages are ever deleted
         if row.message.token != message.token:
@@ -128,25 +131,28 @@ class MemoryStore:
         match outcome:
             case Delivered():
                 row.error = None
-                if not self.keep_delivered:
-                    self.rows.remove(row)
             case Retry(error, delay):
                 row.error, row.due = error, now + (delay or timedelta(0))
             case Dead(error):
                 row.error = error
-            case Release(delay):
-                row.due = now + delay if delay else row.due
+            case Release(delay, destination):
+                row.due = now + (PARKED_FOR if destination else delay) if destination or delay else row.due
                 row.message = replace(row.message, attempt=row.message.attempt - 1)
+                self.rows.park(row, destination)
+        self.rows.update(row)
+        if row.status == "delivered" and not self.keep_delivered:
+            self.rows.remove(row)
 
     async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
         """Lease claims anew from now on; return those that were lost."""
         now, lost = self._clock(), list[Claim]()
         for claim in claims:
-            row = self._find(claim.message.id)
+            row = self.rows.find(claim.message.id)
             if row is None or row.status != "processing" or row.message.token != claim.message.token:
                 lost.append(claim)
             else:
                 row.locked_until, row.changed = now + lease, now
+                self.rows.update(row)
         return lost
 
     async def sweep(self, terms: ClaimTerms) -> int:
@@ -160,15 +166,22 @@ class MemoryStore:
         for row in crashed + waiting:
             row.error = row.error or "no attempts left"
             row.become("dead", now)
+            self.rows.update(row)
         return len(crashed + waiting)
 
     async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
         """Return destinations that have parked messages."""
-        return []
+        names = (name for namespace, name in self.rows.parked if namespace == self.namespace and name > after)
+        return sorted(names)[:limit]
 
     async def unpark(self, destination: str, limit: int) -> int:
         """Make messages due that are parked for a destination."""
-        return 0
+        waiting = list(self.rows.parked.get((self.namespace, destination), {}).values())[:limit]
+        for row in waiting:
+            self.rows.park(row, None)
+            row.due = row.message.time or row.due
+            self.rows.update(row)
+        return len(waiting)
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         """Delete delivered messages past their retention."""
@@ -181,11 +194,11 @@ class MemoryStore:
 
     async def stats(self) -> Stats:
         """Tell how the namespace is doing."""
-        now, rows = self._clock(), self._mine()
-        states = [row.status for row in rows]
-        ages = [now - row.due for row in rows if row.status == "pending" and row.due <= now]
+        now, states = self._clock(), [row.status for row in self._mine()]
+        heads = [line[0] for line in self.rows.lines(self.namespace) if line[0].status == "pending"]
+        waiting = [row.due if row.destination is None else row.message.time or row.due for row in heads]
         counts = {status: states.count(status) for status in ("pending", "processing", "delivered", "dead")}
-        return Stats(**counts, oldest_due=max(ages, default=None))
+        return Stats(**counts, oldest_due=max((now - since for since in waiting if since <= now), default=None))
 
     async def listen(self, wake: Callable[[], None]) -> None:
         """Return at once: nothing reaches memory from another process."""
@@ -193,17 +206,19 @@ class MemoryStore:
     def _mine(self) -> list[MemoryRow]:
         return [row for row in self.rows if row.message.namespace == self.namespace]
 
-    def _find(self, identity: UUID) -> MemoryRow | None:
-        return next((row for row in self.rows if row.message.id == identity), None)
-
     def add(self, addition: Addition) -> Added:
         """Store one message, unless its id or its dedupe key is there; for transactions, which decide when."""
         message, now = addition.message, self._clock()
-        there = next((row.message.id for row in self.rows if _is_same(row.message, message)), None)
+        there = self.rows.same(message)
         if there is not None:
             return Added(there, added=False)
         self.rows.append(MemoryRow(replace(message, time=now), addition.due_at or now + addition.delay, now))
         return Added(message.id, added=True)
+
+
+def _standing(line: Iterable[MemoryRow], terms: ClaimTerms) -> Iterator[MemoryRow]:
+    """Return the rows of a line that hold back the later ones."""
+    return (row for row in line if row.status != "dead" or terms.on_dead == "block")
 
 
 def _is_ours(row: MemoryRow, terms: ClaimTerms) -> bool:
@@ -221,17 +236,6 @@ def _is_suspect(row: MemoryRow, terms: ClaimTerms, now: datetime) -> bool:
     """Tell whether a message may have killed its worker often enough to be tried alone."""
     risky = terms.suspect_after <= row.message.attempt < terms.max_attempts
     return risky and row.is_expired(now) and _is_ours(row, terms)
-
-
-def _lease(row: MemoryRow, terms: ClaimTerms, now: datetime, *, suspect: bool) -> Claim:
-    row.status, row.changed, row.worker, row.locked_until = "processing", now, terms.worker, now + terms.lease
-    row.message = replace(row.message, attempt=row.message.attempt + 1, token=row.message.token + 1)
-    return Claim(row.message, suspect)
-
-
-def _is_same(there: Message, new: Message) -> bool:
-    place = (there.namespace, there.topic, there.dedupe_key)
-    return there.id == new.id or (new.dedupe_key is not None and place == (new.namespace, new.topic, new.dedupe_key))
 
 
 @dataclass(slots=True)
@@ -257,17 +261,18 @@ class MemoryTransaction:
         """Note messages down for the commit; outside of a transaction they are stored at once."""
         if not self.is_open and not outside_transaction:
             raise NotInTransactionError("use `with store.transaction() as transaction:`")
-        trial = MemoryStore(namespace=self.store.namespace)
-        trial.rows = list(self.store.rows)
-        for addition in self.waiting:
-            trial.add(addition)
-        added = [trial.add(addition) for addition in additions]
+        trial, added = MemoryTable(), list[Added]()
+        for addition in [*self.waiting, *additions]:
+            there = self.store.rows.same(addition.message) or trial.same(addition.message)
+            added.append(Added(there or addition.message.id, added=there is None))
+            if there is None:
+                trial.append(MemoryRow(addition.message, _SOME_TIME, _SOME_TIME))
         noted = self if self.is_open else MemoryTransaction(self.store)
         noted.waiting += additions
         noted.wakes += [outbox.wake] if outbox.wake is not None and outbox.wake not in noted.wakes else []
         if noted is not self:
             noted.commit()
-        return added
+        return added[len(added) - len(additions) :]
 
     def admit(self, connection: MemoryTransaction, inbox: Inbox, message: Message) -> bool:
         """Refuse: nothing that a handler does would be undone together with a mark in memory."""

@@ -1,0 +1,77 @@
+"""The destination of a message: where its publisher takes it, which may be down while others work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Final, Protocol, runtime_checkable
+
+from .message import Message
+from .store import MAX_DESTINATION
+
+__all__ = ["NamesDestinations", "Naming"]
+
+#: Stands between a destination and the key of a message, or its id where it has no key.
+OF_KEY: Final = "\x1f"
+OF_MESSAGE: Final = "\x1e"
+
+_logger = logging.getLogger("postroom")
+
+
+@runtime_checkable
+class NamesDestinations(Protocol):
+    """A publisher that knows where it takes each message, such as to the address of a webhook."""
+
+    def destination(self, message: Message) -> str:
+        """Return the name of a message's destination; messages of the same name wait for each other's recovery."""
+        ...
+
+
+class Naming:
+    """Names the destination of a message, and the part of it that the message belongs to.
+
+    A part is what fails by itself: the messages of one key, or a single message without a key.
+    """
+
+    def __init__(self, destination: Callable[[Message], str] | None = None) -> None:
+        self._named = destination
+
+    def destination(self, message: Message) -> str:
+        """Return the destination of a message, by default its topic; a function that fails is reported."""
+        if self._named is None:
+            return message.topic if len(message.topic) <= MAX_DESTINATION else _shortened(message.topic)
+        try:
+            return _checked(self._named(message))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            _logger.exception("naming the destination of message %s failed; its topic is used", message.id)
+            return _shortened(message.topic)
+
+    def part(self, message: Message, destination: str | None = None) -> str:
+        """Return the part of its destination that a message belongs to."""
+        whole = self.destination(message) if destination is None else destination
+        own = f"{OF_MESSAGE}{message.id}" if message.key is None else f"{OF_KEY}{message.key}"
+        return _shortened(whole + own)
+
+
+def readable(name: str) -> str:
+    """Return the name of a destination or a part of one as logs show it."""
+    return name.replace(OF_KEY, ", key ").replace(OF_MESSAGE, ", message ")
+
+
+def _checked(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"destination() must return a text that is not empty, not {type(name).__name__}")
+    printable = "".join(c if c.isprintable() else "?" for c in name)
+    return _shortened(name) if printable == name else _digested(printable, name)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= MAX_DESTINATION else _digested(name, name)
+
+
+def _digested(shown: str, name: str) -> str:
+    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    return f"{shown[: MAX_DESTINATION - len(digest) - 1]}~{digest}"
