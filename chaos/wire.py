@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -45,6 +46,12 @@ class Wire:
         self._folder = setting.place
         self._rng = random.Random(f"{setting.seed} {setting.name}.{setting.life} wire")
         self._history = history
+        #: When each destination answered last: one that answers in another call is not down.
+        self._answered: dict[str, float] = {}
+
+    def named(self, message: Message) -> str:
+        """Return the destination as the dispatcher knows it."""
+        return message.topic
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Send what the outages of keys leave, and answer for every message."""
@@ -52,20 +59,23 @@ class Wire:
         if any(event["kind"] == "killer" for event in events):
             self._history.write("fault", "ok", kind="killed by a message", victim="dispatcher", length=0.0)
             os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
         outage = KeyOutage.read(self._folder)
         is_hit = [outage is not None and outage.hits(message.key) for message in messages]
         if outage is not None and outage.hangs and any(is_hit):
-            self._record(messages, ["silent"] * len(messages))
-            await asyncio.Event().wait()  # the dispatcher gives up
+            try:
+                await asyncio.Event().wait()
+            finally:  # the dispatcher has given up
+                self._record(messages, self._silences(messages, began))
         reached = [index for index, hit in enumerate(is_hit) if not hit]
         sent = [messages[index] for index in reached]
-        words = await self._send(sent, [events[index] for index in reached])
+        words = await self._send(sent, [events[index] for index in reached], began)
         refused = [message for message, hit in zip(messages, is_hit, strict=True) if hit]
         self._record(refused, ["outage"] * len(refused))
         answers = dict(zip(reached, words, strict=True))
         return [Release() if hit else _OUTCOMES.get(answers[index]) for index, hit in enumerate(is_hit)]
 
-    async def _send(self, messages: Sequence[Message], events: Sequence[dict[str, Any]]) -> list[str]:
+    async def _send(self, messages: Sequence[Message], events: Sequence[dict[str, Any]], began: float) -> list[str]:
         if not messages:
             return []
         is_panicking = self._rng.randrange(1000) < _PANICS
@@ -74,9 +84,16 @@ class Wire:
         words = await self._exchange(messages, events)
         if is_panicking:
             self._panic(messages)
-        alive = {message.topic for message, word in zip(messages, words, strict=True) if word in _OUTCOMES}
-        self._record(messages, [w if m.topic in alive else "silent" for m, w in zip(messages, words, strict=True)])
+        heard = [message for message, word in zip(messages, words, strict=True) if word in _OUTCOMES]
+        self._answered.update(dict.fromkeys(map(self.named, heard), time.monotonic()))
+        silences = self._silences(messages, began)
+        self._record(messages, [w if w in _OUTCOMES else s for w, s in zip(words, silences, strict=True)])
         return words
+
+    def _silences(self, messages: Sequence[Message], began: float) -> list[str]:
+        """Return what it means of each message that no answer came: an outage only if its destination was silent."""
+        answered = [self._answered.get(self.named(message), 0.0) >= began for message in messages]
+        return ["unknown" if is_alive else "silent" for is_alive in answered]
 
     def _panic(self, messages: Sequence[Message]) -> None:
         self._record(messages, ["panic"] * len(messages))
@@ -114,6 +131,8 @@ class NamingWire(Wire):
     def destination(self, message: Message) -> str:
         """Return the topic and the class of the key."""
         return f"{message.topic}/{key_class(message.key)}"
+
+    named = destination
 
 
 def _lines(messages: Sequence[Message], events: Sequence[dict[str, Any]]) -> list[bytes]:
