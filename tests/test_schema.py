@@ -35,6 +35,8 @@ from postroom.stores.sql.store import SQLStore
 from postroom.testing.clients import PostgresClient
 from postroom.writer import writer_of
 
+from .worlds import SQL_SERVERS
+
 TABLE = "postroom_outbox"
 INBOX = "postroom_inbox"
 Connection: TypeAlias = Any  # three libraries, one PEP
@@ -500,7 +502,7 @@ async def test_the_first_version_gets_an_inbox_and_keeps_its_messages(room: Room
     await store.close()
 
 
-@pytest.mark.parametrize("kind", ["postgres", "mariadb"])
+@pytest.mark.parametrize("kind", SQL_SERVERS)
 async def test_an_upgrade_does_not_wait_for_whoever_uses_the_outbox(request: pytest.FixtureRequest, kind: str) -> None:
     """S1-10: behind an upgrade that waits, every producer would wait as well."""
     room_kind, fixture = ROOMS[kind]
