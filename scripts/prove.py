@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeAlias
 
 from .servers import FetchError, Package, fetch, packages
 
-__all__ = ["PYTHONS", "main"]
+__all__ = ["PYTHONS", "Command", "MissingError", "Part", "main", "prove", "python_of"]
 
 ROOT: Final = Path(__file__).parents[1]
 #: The versions of Python that are tested beside the one that made `.venv`.
@@ -98,23 +98,25 @@ def _contract_on(package: Package) -> Sequence[Command]:
     except FetchError as error:
         raise MissingError(str(error)) from error
     if package.name.startswith("postgres"):
-        variable, tests = "POSTROOM_POSTGRES_BIN", [f"{CONTRACTS}::TestPostgresStoreOverAsyncpg"]
+        program, variable = "postgres", "POSTROOM_POSTGRES_BIN"
+        tests = [f"{CONTRACTS}::TestPostgresStoreOverAsyncpg"]
     else:
-        stores = [f"{CONTRACTS}::TestRedisStore", f"{CONTRACTS}::TestRedisStreamStore"]
-        variable, tests = "POSTROOM_REDIS_BIN", [*stores, "-k", "redis_url"]
+        program, variable = "redis-server", "POSTROOM_REDIS_BIN"
+        tests = [f"{CONTRACTS}::TestRedisStore", f"{CONTRACTS}::TestRedisStreamStore", "-k", "redis_url"]
     pytest = Path(sys.executable).with_name("pytest")
-    return [Command([pytest, *PARALLEL, *tests], {variable: str(folder)})]
+    version = Command([folder / program, "--version"])
+    return [version, Command([pytest, *PARALLEL, *tests], {variable: str(folder)})]
 
 
 def _tests_on(version: str) -> Sequence[Command]:
-    python, venv = _python(version), f".venv-{version}"
+    python, venv = python_of(version), f".venv-{version}"
     setup = ["make", "--no-print-directory", "setup", f"VENV={venv}", f"PYTHON={python}"]
     left_out = [f"--ignore={path}" for path in NOT_FOR_PYTHONS]
     return [Command(setup), Command([Path(venv, "bin", "pytest"), *PARALLEL, *left_out])]
 
 
-def _python(version: str) -> Path:
-    """Return an interpreter of a version, of pyenv's or on the PATH."""
+def python_of(version: str) -> Path:
+    """Return an interpreter of a version, from pyenv's folders or the PATH; raise `MissingError` if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     found = sorted(pyenv.glob(f"versions/{version}.*/bin/python"), key=lambda one: _patch(one.parts[-3]))
     on_path = which(f"python{version}")
@@ -159,10 +161,8 @@ def report(done: Sequence[Ran]) -> int:
     return 1 if failed else 0
 
 
-def main() -> int:
-    """Run the parts that were asked for."""
-    wanted = tuple(filter(None, os.environ.get("ONLY", "").split(",")))
-    chosen = [part for part in parts() if not wanted or part.name.startswith(wanted)]
+def prove(chosen: Iterable[Part]) -> int:
+    """Run parts, each whether or not others have failed; return the exit code."""
     done: list[Ran] = []
     try:
         done.extend(map(run, chosen))
@@ -170,6 +170,12 @@ def main() -> int:
         report(done)
         return 130
     return report(done)
+
+
+def main() -> int:
+    """Run the parts that were asked for."""
+    wanted = tuple(filter(None, os.environ.get("ONLY", "").split(",")))
+    return prove([part for part in parts() if not wanted or part.name.startswith(wanted)])
 
 
 if __name__ == "__main__":

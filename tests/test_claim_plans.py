@@ -28,6 +28,8 @@ from postroom.stores.sql.dialects.sqlite import SQLite
 from postroom.stores.sql.names import Names
 from postroom.stores.sql.statement import Statement
 
+from .worlds import DATABASES
+
 TERMS = ClaimTerms(worker=uuid4(), max_bytes=4 << 20)
 NEWEST = ClaimTerms(worker=uuid4(), max_bytes=4 << 20, newest_first=True)
 LIMIT = 100
@@ -440,7 +442,7 @@ async def test_mariadb_reads_by_the_right_index_and_no_more_than_it_takes(mariad
 # -- progress ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["postgres", "mariadb", "sqlite"])
+@pytest.mark.parametrize("kind", DATABASES)
 async def test_a_key_behind_more_blocked_keys_than_a_claim_looks_at_gets_its_turn(
     request: pytest.FixtureRequest, kind: str
 ) -> None:
@@ -533,7 +535,7 @@ async def test_nothing_is_claimed_behind_a_head_that_another_claim_has_locked(po
     assert len(freed) == 32
 
 
-@pytest.mark.parametrize("kind", ["postgres", "mariadb", "sqlite"])
+@pytest.mark.parametrize("kind", DATABASES)
 async def test_a_key_behind_a_clogged_window_gets_its_turn_though_every_claim_finds_something(
     request: pytest.FixtureRequest, kind: str
 ) -> None:

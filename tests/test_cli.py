@@ -32,8 +32,9 @@ from postroom.cli.status import show_count
 from postroom.errors import StoreUnavailableError
 from postroom.stores import SQLiteStore
 
+from .worlds import DATABASES, SQL_SERVERS
+
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
-DATABASES = ["sqlite", "postgres", "mariadb"]
 
 
 def call(*arguments: str, env: dict[str, str] | None = None) -> Result:
@@ -394,7 +395,7 @@ def test_an_unreachable_database_is_one_line_without_the_password(command: list[
 
 
 @pytest.mark.parametrize("command", STORE_COMMANDS)
-@pytest.mark.parametrize("database", ["postgres", "mariadb"])
+@pytest.mark.parametrize("database", SQL_SERVERS)
 def test_wrong_credentials_are_one_line_without_the_password(
     command: list[str], database: str, request: pytest.FixtureRequest
 ) -> None:

@@ -37,6 +37,8 @@ from postroom.testing.faults import Direction, FaultProxy
 from postroom.testing.servers import MariaDBServer, PostgresServer
 from postroom.testing.waiting import until
 
+from .worlds import POSTGRES_DRIVERS
+
 TERMS = ClaimTerms(worker=uuid4())
 TIMEOUT = timedelta(seconds=3)
 #: For calls that are to end well, or at once.
@@ -45,7 +47,7 @@ PATIENCE = timedelta(seconds=20)
 MARGIN = 8
 Kind = Literal["asyncpg", "psycopg", "asyncmy"]
 Connection: TypeAlias = Any  # two libraries, one PEP
-KINDS: tuple[Kind, ...] = ("asyncpg", "psycopg", "asyncmy")
+KINDS: tuple[Kind, ...] = (*POSTGRES_DRIVERS, "asyncmy")
 
 
 def ask(text: str) -> Script[Any]:
@@ -418,7 +420,7 @@ async def test_a_standby_is_refused_because_claims_need_the_primary(private_post
         await store.close()
 
 
-@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+@pytest.mark.parametrize("kind", POSTGRES_DRIVERS)
 async def test_a_read_only_database_is_refused(kind: Kind, postgres_dsn: str) -> None:
     """G3: also where it is no standby."""
     store = store_of(kind, postgres_dsn)
@@ -498,7 +500,7 @@ HURTS: list[Callable[[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+@pytest.mark.parametrize("kind", POSTGRES_DRIVERS)
 async def test_postgresql_refuses_credentials_without_telling_the_password(
     kind: Kind, private_postgres: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -542,7 +544,7 @@ async def test_mariadb_refuses_credentials_without_telling_the_password(
 # -- locked tables -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+@pytest.mark.parametrize("kind", POSTGRES_DRIVERS)
 async def test_calls_that_timed_out_do_not_pile_up_on_a_locked_table(kind: Kind, postgres_dsn: str) -> None:
     """G13: a server does not notice that nobody waits for its answer any more, so it is told when to give up."""
     store = store_of(kind, postgres_dsn, timeout=timedelta(seconds=2), connections=2)
@@ -563,7 +565,7 @@ async def test_calls_that_timed_out_do_not_pile_up_on_a_locked_table(kind: Kind,
             await until(lambda: waiting() <= 2, "the server gives up")
 
 
-@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+@pytest.mark.parametrize("kind", POSTGRES_DRIVERS)
 async def test_a_schema_may_take_longer_to_apply_than_any_other_call(kind: Kind, postgres_dsn: str) -> None:
     """S4-07: DDL waits for the transactions of others; what ends a claim does not end it."""
     store = store_of(kind, postgres_dsn, timeout=timedelta(seconds=0.1))
@@ -581,7 +583,7 @@ async def test_a_schema_may_take_longer_to_apply_than_any_other_call(kind: Kind,
     assert (applied, differences) == (False, [])
 
 
-@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+@pytest.mark.parametrize("kind", POSTGRES_DRIVERS)
 async def test_claims_are_read_committed_whatever_the_database_defaults_to(kind: Kind, postgres_dsn: str) -> None:
     """G4: in a stricter isolation claims at the same time would fail instead of skipping each other's rows."""
     with closing(connect(kind, postgres_dsn)) as connection:

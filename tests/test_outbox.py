@@ -45,8 +45,9 @@ from postroom.message import validate
 from postroom.stores import MemoryStore, SQLiteStore, SQLStore, open_url
 from postroom.testing.clients import MariaDBClient, PostgresClient
 
+from .worlds import DATABASES
+
 TENANT = UUID("0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f")
-DATABASES = ("sqlite", "postgres", "mariadb")
 
 
 # -- the databases ---------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from postroom.testing.clients import PostgresClient
 from postroom.writer import writer_of
 from tests.rooms import ROOMS, MariaDBRoom, PostgresRoom, Room, SQLiteRoom, applied, differences
 
+from .worlds import SQL_SERVERS
+
 TERMS = ClaimTerms(worker=Message(topic="t", payload=b"").id)
 
 
@@ -395,7 +397,7 @@ async def test_the_first_version_gets_an_inbox_and_keeps_its_messages(room: Room
     await store.close()
 
 
-@pytest.mark.parametrize("kind", ["postgres", "mariadb"])
+@pytest.mark.parametrize("kind", SQL_SERVERS)
 async def test_an_upgrade_does_not_wait_for_whoever_uses_the_outbox(request: pytest.FixtureRequest, kind: str) -> None:
     """S1-10: behind an upgrade that waits, every producer would wait as well."""
     room_kind, fixture = ROOMS[kind]

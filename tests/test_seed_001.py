@@ -40,6 +40,7 @@ from postroom.testing.taps import TappedPublisher, TappedStore, TappedSubscriber
 from postroom.transaction import in_transaction
 
 from .crash.sites import Site, site_of
+from .worlds import DATABASES
 
 SERVICE = "order-service"
 NO_TIME = timedelta(milliseconds=1)
@@ -222,7 +223,7 @@ class Shop:
         await Dispatcher(TappedStore(self.store, points), TappedPublisher(self.broker, points)).run(until_idle=True)
 
 
-@pytest.fixture(params=["postgres", "mariadb", "sqlite"])
+@pytest.fixture(params=DATABASES)
 async def shop(request: pytest.FixtureRequest) -> AsyncIterator[Shop]:
     """A shop on each database."""
     kind: str = request.param

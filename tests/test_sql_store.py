@@ -50,6 +50,8 @@ from postroom.stores.sql.url import Place
 from postroom.testing.faults import FaultProxy
 from postroom.testing.waiting import until
 
+from .worlds import POSTGRES_DRIVERS
+
 TERMS = ClaimTerms(worker=uuid4())
 
 
@@ -342,7 +344,7 @@ async def hinting(dsn: str, driver: Literal["asyncpg", "psycopg"]) -> AsyncItera
         await store.close()
 
 
-@pytest.fixture(params=["asyncpg", "psycopg"])
+@pytest.fixture(params=POSTGRES_DRIVERS)
 def driver(request: pytest.FixtureRequest) -> Literal["asyncpg", "psycopg"]:
     name: Literal["asyncpg", "psycopg"] = request.param
     return name

@@ -21,6 +21,8 @@ from postroom.stores.sql.dialects.mysql import _LOCKS
 from postroom.stores.sql.dialects.postgres import lock_number
 from postroom.testing.waiting import until
 
+from .worlds import SQL_SERVERS
+
 
 class Site(Protocol):
     """A database on which several transactions can be open."""
@@ -101,7 +103,7 @@ class MariaDB:
         return await self._ask(f"SELECT {column} FROM postroom_outbox ORDER BY seq")
 
 
-@pytest.fixture(params=["postgres", "mariadb"])
+@pytest.fixture(params=SQL_SERVERS)
 async def site(request: pytest.FixtureRequest) -> Site:
     """A server with the tables of the outbox."""
     dsn: str = request.getfixturevalue(f"{request.param}_dsn")

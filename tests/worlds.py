@@ -15,10 +15,12 @@ import pytest
 __all__ = [
     "CHAOS_STORES",
     "DATABASES",
+    "POSTGRES_DRIVERS",
     "REDIS_CLUSTERS",
     "REDIS_PLACES",
     "REDIS_SERVERS",
     "REDIS_URLS",
+    "SQL_SERVERS",
     "TIERS",
     "Tier",
     "is_proof",
@@ -37,6 +39,8 @@ def proof(*values: object, **options: Any) -> Any:  # noqa: ANN401 -- pytest doe
 
 
 DATABASES: Final = ("sqlite", "postgres", "mariadb")
+SQL_SERVERS: Final = ("postgres", "mariadb")
+POSTGRES_DRIVERS: Final = ("asyncpg", "psycopg")
 
 # Redis is what most users run. Valkey speaks the same protocol and runs the same scripts.
 REDIS_SERVERS: Final = ("redis_server", proof("valkey_server"))

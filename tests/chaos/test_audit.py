@@ -19,9 +19,10 @@ from postroom import ClaimTerms, Delivered, Message, Outbox, Release, Settlement
 from postroom.dead_letters import StoredDeadLetters
 from postroom.stores import SQLStore, open_url
 from postroom.testing.waiting import until
+from tests.worlds import DATABASES, SQL_SERVERS
 
 
-@pytest.fixture(params=["postgres", "mariadb", "sqlite"])
+@pytest.fixture(params=DATABASES)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
     """A store and an empty database of it."""
     name: str = request.param
@@ -106,7 +107,7 @@ def idle_in_transaction(truth: Truth) -> Iterator[None]:
             session.rollback()
 
 
-@pytest.mark.parametrize("url", ["postgres", "mariadb"], indirect=True)
+@pytest.mark.parametrize("url", SQL_SERVERS, indirect=True)
 async def test_a_transaction_that_nobody_ends_is_noticed(url: tuple[str, str], store: SQLStore) -> None:
     """Sessions are a leak as well, and one in an open transaction holds locks besides."""
     truth = truth_of(*url)

@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from postroom.inbox import Mode
 
+from ..worlds import DATABASES, SQL_SERVERS
 from .worker import Arm
 
 __all__ = [
@@ -29,8 +30,8 @@ NO_WIRE: Final = "SQLite has no wire: there is nothing to cut and no reply to lo
 POSTGRES: Final = ("postgres",)
 #: Where a call is one transaction of several statements.
 TRANSACTIONS: Final = ("mariadb", "sqlite")
-WIRED: Final = ("postgres", "mariadb")
-ALL: Final = ("postgres", "mariadb", "sqlite")
+WIRED: Final = SQL_SERVERS
+ALL: Final = DATABASES
 
 #: How a case goes on after the fault: another dispatcher takes over because the first is dead, because it has ended,
 #: or while it stands still; or the first goes on alone.
