@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -14,7 +15,8 @@ from postroom.errors import SchemaVersionError, StoreContentionError
 from postroom.message import Message
 from postroom.outbox import Outbox
 from postroom.store import ClaimTerms, Delivered, Settlement
-from postroom.stores.sql import upgrade
+from postroom.stores import SQLiteStore
+from postroom.stores.sql import schema, upgrade
 from postroom.stores.sql.schema import Change, Schema
 from postroom.stores.sql.statement import Script, Statement
 from postroom.stores.sql.store import SQLStore
@@ -25,6 +27,7 @@ from tests.rooms import (
     Connection,
     PostgresRoom,
     Room,
+    SQLiteRoom,
     applied,
     differences,
     earlier,
@@ -34,8 +37,6 @@ T = TypeVar("T")
 
 TERMS = ClaimTerms(worker=Message(topic="t", payload=b"").id)
 PATIENCE = timedelta(minutes=1)
-#: The versions that there are on the way to this one, by how they are printed.
-PRINTED = {"1": (1, 0), "2": (2, 0), "3": (3, 0)}
 
 
 @pytest.fixture(params=ROOMS)
@@ -69,13 +70,13 @@ def added(room: Room, count: int = 1) -> None:
             Outbox().add(connection, Message(topic="t", payload=b"{}", key=(None, "k")[number % 2]))
 
 
-def shapes(schema: Schema) -> Script[tuple[dict[str, str], dict[str, str]]]:
+def shapes(tables: Schema) -> Script[tuple[dict[str, str], dict[str, str]]]:
     """Return every part of the tables with its definition: as they are, and as they would be if they were new."""
     found: dict[str, str] = {}
     wanted: dict[str, str] = {}
-    for group in schema.ddl:
-        found |= yield from schema.describe(group)
-        wanted |= yield from schema.wanted(group)
+    for group in tables.ddl:
+        found |= yield from tables.describe(group)
+        wanted |= yield from tables.wanted(group)
     return found, wanted
 
 
@@ -88,12 +89,12 @@ async def asked(store: SQLStore, script: Script[T], *, atomic: bool = True) -> T
 
 
 def test_every_earlier_version_is_kept_for_tests() -> None:
-    assert tuple(PRINTED) == EARLIER
+    assert tuple(schema.EARLIER) == EARLIER, "keep what `postroom schema print` printed before the step"
 
 
 @pytest.mark.parametrize("version", EARLIER)
 async def test_an_upgraded_schema_is_the_same_as_a_new_one_and_keeps_its_messages(room: Room, version: str) -> None:
-    """Whatever the database was created with; until then the store says what to do."""
+    """S1-04, S1-10: whatever the database was created with, on request only; until then the store says what to do."""
     earlier(room, version)
     added(room, 3)
     store = room.store()
@@ -120,14 +121,31 @@ async def test_an_upgraded_schema_is_the_same_as_a_new_one_and_keeps_its_message
 
 @pytest.mark.parametrize("version", EARLIER)
 async def test_the_printed_upgrade_makes_the_same_schema_on_a_plain_connection(room: Room, version: str) -> None:
-    """For migrations of one's own: in a transaction nothing can be created concurrently, so there is none around it."""
+    """S1-09: for migrations of one's own, statement by statement: no transaction can build an index concurrently."""
     earlier(room, version)
     added(room)
 
-    room.run(*room.store().schema.upgrade(PRINTED[version]))
+    room.run(*room.store().schema.upgrade(schema.EARLIER[version]))
 
     assert await differences(room) == []
     assert await applied(room) is False
+
+
+async def test_tables_are_upgraded_through_a_connection_of_the_application(sqlite_path: Path) -> None:
+    """In its transaction, so that a roll-back leaves the tables as they were."""
+    room = SQLiteRoom(str(sqlite_path))
+    earlier(room, "3")
+    before = room.everything()
+    with closing(room.connect()) as connection:
+        connection.execute("BEGIN")
+        SQLiteStore.create_tables(connection)
+        connection.execute("ROLLBACK")
+        rolled_back = room.everything()
+
+        SQLiteStore.create_tables(connection)
+
+    assert rolled_back == before
+    assert await differences(room) == []
 
 
 async def test_a_schema_that_is_newer_by_additions_is_accepted_and_stays_as_it_is(room: Room) -> None:
@@ -155,24 +173,24 @@ async def test_a_schema_that_is_newer_by_additions_is_accepted_and_stays_as_it_i
 
 
 @contextmanager
-def attempts_of(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def attempts_of(tables: Schema, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Write down which part is tried to be added, each time."""
     tried: list[str] = []
-    make = schema.make
+    make = tables.make
 
     def counted(change: Change, *, wait: timedelta = timedelta(0)) -> Script[None]:
-        tried.append(schema.part(change))
+        tried.append(tables.part(change))
         return make(change, wait=wait)
 
     with monkeypatch.context() as patched:
-        patched.setattr(schema, "make", counted)
+        patched.setattr(tables, "make", counted)
         yield tried
 
 
 async def test_an_upgrade_makes_way_for_transactions_that_are_open(
     served: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind an upgrade that waited for them, every producer would wait as well, or deadlock."""
+    """S1-10: behind an upgrade that waited for them, every producer would wait as well, or deadlock."""
     earlier(served, "3")
     store = served.store()
     with attempts_of(store.schema, monkeypatch) as tried, transaction(served) as connection:
@@ -180,7 +198,8 @@ async def test_an_upgrade_makes_way_for_transactions_that_are_open(
         upgrading = asyncio.create_task(store.apply_schema())
         await until(lambda: tried.count("column destination") >= 3, "the third attempt", within=PATIENCE)
 
-        await asyncio.to_thread(added, served)  # by another connection
+        async with asyncio.timeout(PATIENCE.total_seconds()):
+            await asyncio.to_thread(added, served)  # by another connection
         Outbox().add(connection, Message(topic="t", payload=b"{}"))  # by the one that has read
 
         assert not upgrading.done()
@@ -207,7 +226,7 @@ async def test_an_upgrade_that_never_gets_its_table_says_what_is_in_its_way(
 
 @pytest.mark.parametrize("version", [*(pytest.param(v, marks=pytest.mark.prove) for v in EARLIER[:-1]), EARLIER[-1]])
 async def test_upgrades_at_once_all_succeed(room: Room, version: str) -> None:
-    """Replicas that start together may all upgrade."""
+    """S1-10: replicas that start together may all upgrade."""
     earlier(room, version)
     added(room, 3)
 

@@ -11,13 +11,18 @@ from ...errors import SchemaError, SchemaMissingError, SchemaVersionError, versi
 from .dialect import Dialect
 from .statement import Script
 
-__all__ = ["STEP", "VERSION", "Change", "Group", "Schema"]
+__all__ = ["EARLIER", "STEP", "VERSION", "Change", "Group", "Schema"]
 
 #: Changes only when something is removed or altered, so that releases of another version cannot work with it; the first
 #: one had no inbox, the second no tickets.
 VERSION: Final = 3
 #: How many additions this release needs on top of the version. A database may have more, which it does not look at.
 STEP: Final = 1
+#: What can be upgraded: the versions before this one, and this one with fewer steps.
+EARLIER: Final[Mapping[str, tuple[int, int]]] = {
+    version_text(earlier): earlier
+    for earlier in (*((version, 0) for version in range(1, VERSION)), *((VERSION, step) for step in range(STEP)))
+}
 #: Which tables belong together: those of a group are compared, and created, apart from the others.
 Group: TypeAlias = Literal["outbox", "inbox", "tickets", "version"]
 _GROUPS: Final[Sequence[Group]] = ("outbox", "inbox", "tickets", "version")
