@@ -13,6 +13,22 @@ from postroom import Message
 from postroom.stores import open_url
 
 KEYS = (None, "a", "b", "c")
+#: What MySQL says when it has rolled a transaction back for the sake of another; applications repeat it.
+DEADLOCK = "1213"
+
+
+async def is_added(message: Message, outbox: Any, transactions: Any) -> bool:  # noqa: ANN401 -- of any commit
+    """Add one message in a transaction, unless the database rolled it back."""
+    try:
+        async with transactions.begin() as transaction:
+            added = outbox.add(transaction.connection, message)
+            if inspect.isawaitable(added):
+                await added
+    except Exception as error:
+        if DEADLOCK not in f"{error} {error.__cause__}":
+            raise
+        return False
+    return True
 
 
 async def main(url: str, journal: Path) -> None:
@@ -26,12 +42,9 @@ async def main(url: str, journal: Path) -> None:
     with journal.open("a") as written:
         while not stopped.is_set():
             message = Message(topic="orders", key=KEYS[number % len(KEYS)], payload=b"{}", namespace="shop")
-            async with transactions.begin() as transaction:
-                added = outbox.add(transaction.connection, message)
-                if inspect.isawaitable(added):
-                    await added
-            written.write(f"{message.id}\n")
-            written.flush()
+            if await is_added(message, outbox, transactions):
+                written.write(f"{message.id}\n")
+                written.flush()
             number += 1
             await asyncio.sleep(0.01)
     await store.close()

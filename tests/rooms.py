@@ -22,7 +22,18 @@ from postroom.stores.sql.schemas.postgres import PostgresSchema
 from postroom.stores.sql.schemas.sqlite import SQLiteSchema
 from postroom.stores.sql.store import SQLStore
 
-__all__ = ["EARLIER", "ROOMS", "MariaDBRoom", "PostgresRoom", "Room", "SQLiteRoom", "applied", "differences", "earlier"]
+__all__ = [
+    "EARLIER",
+    "ROOMS",
+    "Connection",
+    "MariaDBRoom",
+    "PostgresRoom",
+    "Room",
+    "SQLiteRoom",
+    "applied",
+    "differences",
+    "earlier",
+]
 
 #: The DDL of versions that this release upgrades from.
 SCHEMAS = Path(__file__).parent / "schemas"

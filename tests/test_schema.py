@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import sqlite3
 import string
 import subprocess
@@ -28,8 +27,6 @@ from postroom.stores.sql.schemas.sqlite import SQLiteSchema
 from postroom.testing.clients import PostgresClient
 from postroom.writer import writer_of
 from tests.rooms import ROOMS, MariaDBRoom, PostgresRoom, Room, SQLiteRoom, applied, differences
-
-from .worlds import SQL_SERVERS
 
 TERMS = ClaimTerms(worker=Message(topic="t", payload=b"").id)
 
@@ -358,62 +355,6 @@ async def test_an_old_release_does_not_apply_over_a_newer_schema(room: Room) -> 
         await applied(room)
 
     assert room.everything() == before
-
-
-#: What came after the first version.
-LATER = re.compile("postroom_inbox|postroom_outbox_tickets")
-
-
-def made_first(room: Room) -> None:
-    """Make what the first version had: an outbox, no inbox and no tickets."""
-    texts = room.statements(Names())
-    record = f"INSERT INTO {room.quote}postroom_outbox_version{room.quote} (version) VALUES (1)"
-    room.run(*(text for text in texts[:-1] if not LATER.search(text)), record)
-
-
-async def test_the_first_version_gets_an_inbox_and_keeps_its_messages(room: Room) -> None:
-    """S1-04, S1-10: on request only; until then the store says what is to be done."""
-    made_first(room)
-    with closing(room.connect()) as connection:
-        connection.cursor().execute("BEGIN")
-        Outbox().add(connection, Message(topic="t", payload=b"{}"))
-        connection.cursor().execute("COMMIT")
-    store = room.store()
-    with pytest.raises(SchemaVersionError) as caught:
-        await store.open()
-    found = await store.check_schema()
-
-    mended = [await store.apply_schema(), await store.apply_schema()]
-
-    assert str(caught.value) == (
-        "the schema of postroom_outbox has version 1, version 3.1 is needed; run `postroom schema apply`"
-    )
-    assert found[0] == "version is 1, should be 3.1; run `postroom schema apply`"
-    assert all(LATER.search(difference) for difference in found[1:])
-    assert mended == [True, False]
-    assert await store.check_schema() == []
-    assert await store.open() is True
-    assert len(await store.claim(10, TERMS)) == 1
-    await store.close()
-
-
-@pytest.mark.parametrize("kind", SQL_SERVERS)
-async def test_an_upgrade_does_not_wait_for_whoever_uses_the_outbox(request: pytest.FixtureRequest, kind: str) -> None:
-    """S1-10: behind an upgrade that waits, every producer would wait as well."""
-    room_kind, fixture = ROOMS[kind]
-    room = room_kind(str(request.getfixturevalue(fixture)))
-    made_first(room)
-    with closing(room.connect()) as connection:
-        connection.cursor().execute("BEGIN")
-        Outbox().add(connection, Message(topic="t", payload=b"{}"))
-
-        async with asyncio.timeout(30):
-            mended = await applied(room)
-
-        connection.cursor().execute("COMMIT")
-
-    assert mended is True
-    assert await differences(room) == []
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------

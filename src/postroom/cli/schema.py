@@ -13,7 +13,7 @@ from ..stores.sql.dialects.mysql import MySQL
 from ..stores.sql.dialects.postgres import PostgreSQL
 from ..stores.sql.dialects.sqlite import SQLite
 from ..stores.sql.names import Names
-from ..stores.sql.schema import STEP, VERSION, Schema
+from ..stores.sql.schema import EARLIER, STEP, VERSION, Schema
 from ..stores.sql.schemas.mysql import MySQLSchema
 from ..stores.sql.schemas.postgres import PostgresSchema
 from ..stores.sql.schemas.sqlite import SQLiteSchema
@@ -22,11 +22,6 @@ from .options import StoreOptions, as_json, echo_json, run, store_options, table
 __all__ = ["schema"]
 
 _NEEDED: Final = version_text((VERSION, STEP))
-#: What can be upgraded: the versions before this one, and this one with fewer steps.
-_EARLIER: Final = {
-    version_text(earlier): earlier
-    for earlier in (*((version, 0) for version in range(1, VERSION)), *((VERSION, step) for step in range(STEP)))
-}
 
 
 @click.group()
@@ -113,7 +108,7 @@ async def _check(options: StoreOptions) -> list[str]:
 @schema.command("print")
 @click.option("--dialect", type=click.Choice(["postgresql", "mysql", "sqlite"]), required=True, help="For what.")
 @click.option(
-    "--from", "since", type=click.Choice(_EARLIER), help="The version to upgrade; by default there are no tables."
+    "--from", "since", type=click.Choice(EARLIER), help="The version to upgrade; by default there are no tables."
 )
 @table_options
 @as_json
@@ -126,7 +121,7 @@ def print_(dialect: str, since: str | None, *, as_json: bool, **names: Any) -> N
       postroom schema print --dialect postgresql --schema shop --from 3 > 0043_outbox.sql
     """  # noqa: D301
     tables = _schema(dialect, **names)
-    texts = tables.statements() if since is None else tables.upgrade(_EARLIER[since])
+    texts = tables.statements() if since is None else tables.upgrade(EARLIER[since])
     statements = [cleandoc(text) for text in texts]
     if as_json:
         echo_json({"dialect": dialect, "version": VERSION, "step": STEP, "statements": statements})

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import ClassVar, Final, Literal, TypeAlias
 
 from ...errors import SchemaError, SchemaMissingError, SchemaVersionError, version_text
 from .dialect import Dialect
 from .statement import Script
 
-__all__ = ["STEP", "VERSION", "Change", "Group", "Schema"]
+__all__ = ["EARLIER", "STEP", "VERSION", "Change", "Group", "Schema"]
 
 #: Changes only when something is removed or altered, so that releases of another version cannot work with it; the first
 #: one had no inbox, the second no tickets.
 VERSION: Final = 3
 #: How many additions this release needs on top of the version. A database may have more, which it does not look at.
 STEP: Final = 1
+#: What can be upgraded: the versions before this one, and this one with fewer steps.
+EARLIER: Final[Mapping[str, tuple[int, int]]] = {
+    version_text(earlier): earlier
+    for earlier in (*((version, 0) for version in range(1, VERSION)), *((VERSION, step) for step in range(STEP)))
+}
 #: Which tables belong together: those of a group are compared, and created, apart from the others.
 Group: TypeAlias = Literal["outbox", "inbox", "tickets", "version"]
 _GROUPS: Final[Sequence[Group]] = ("outbox", "inbox", "tickets", "version")
@@ -94,12 +100,12 @@ class Schema:
         """Let other runs of `apply` go on; by default the end of the transaction does."""
         yield from ()
 
-    def be_brief(self) -> Script[None]:
-        """Let statements wait for a table only briefly; by default they do not wait."""
+    def limit_waits(self, longest: timedelta) -> Script[None]:
+        """Let statements wait for a table only so long; by default they do not wait."""
         yield from ()
 
-    def be_patient(self) -> Script[None]:
-        """Undo `be_brief`; by default the end of the transaction does."""
+    def unlimit_waits(self) -> Script[None]:
+        """Undo `limit_waits`; by default the end of the transaction does."""
         yield from ()
 
     def apply(self) -> Script[bool]:
@@ -145,8 +151,8 @@ class Schema:
         """Return the name of the part that a change adds."""
         return change.part.format(table=self.dialect.names.table)
 
-    def make(self, change: Change) -> Script[None]:
-        """Add one part, unless another run has added it meanwhile."""
+    def make(self, change: Change, *, wait: timedelta = timedelta(0)) -> Script[None]:
+        """Add one part, unless another run has added it meanwhile; wait for its table only so long."""
         if not change.is_atomic:
             yield from self.build(change)
             return
@@ -154,11 +160,11 @@ class Schema:
         yield from self.lock()
         try:
             if change in (yield from self._due(change.group)):
-                yield from self.be_brief()
+                yield from self.limit_waits(wait)
                 try:
                     yield from self.execute(change)
                 finally:
-                    yield from self.be_patient()
+                    yield from self.unlimit_waits()
         finally:
             yield from self.unlock()
 

@@ -18,8 +18,14 @@ __all__ = ["SCHEMA_TIMEOUT", "apply_schema"]
 SCHEMA_TIMEOUT: Final = timedelta(minutes=5)
 #: An index on a table that is in use may take as long as reading the table, and as the longest transaction there is.
 BUILD_TIMEOUT: Final = timedelta(hours=12)
-#: How many seconds pass before a part that could not lock its table is tried again, so that others can work meanwhile.
-PAUSE: Final = (0.5, 1.5)
+#: For how long a part is tried to be added to a table that other transactions do not let go of.
+GIVE_UP_AFTER: Final = timedelta(minutes=5)
+#: How long a statement waits for its table at first, and how long it may wait after many attempts. Meanwhile other
+#: transactions wait behind it, and MySQL ends those that have read from the table and want to write to it.
+FIRST_WAIT: Final = timedelta(milliseconds=10)
+LONGEST_WAIT: Final = timedelta(seconds=1)
+#: How much longer than it waited a statement lets others work before its next attempt.
+REST: Final = 9
 
 
 async def apply_schema(schema: Schema, driver: Driver) -> bool:
@@ -32,15 +38,21 @@ async def apply_schema(schema: Schema, driver: Driver) -> bool:
 
 
 async def _make(schema: Schema, driver: Driver, change: Change) -> None:
-    """Add one part; a table that is locked is let go soon, and tried again later."""
-    deadline = time.monotonic() + SCHEMA_TIMEOUT.total_seconds()
+    """Add one part; an attempt that does not get its table soon makes way for others, and is repeated."""
+    deadline = time.monotonic() + GIVE_UP_AFTER.total_seconds()
+    wait = FIRST_WAIT
     while True:
         try:
-            return await driver.run(schema.make(change), atomic=change.is_atomic, timeout=BUILD_TIMEOUT)
+            return await driver.run(schema.make(change, wait=wait), atomic=change.is_atomic, timeout=BUILD_TIMEOUT)
         except StoreContentionError as error:
             if time.monotonic() > deadline:
-                raise StoreContentionError(
-                    f"{schema.part(change)} was not added to {schema.dialect.names.table}: other transactions have "
-                    f"held a lock for {SCHEMA_TIMEOUT.total_seconds():.0f} s; end them, and run it again"
-                ) from error
-            await asyncio.sleep(random.uniform(*PAUSE))
+                raise _blocked(schema, change) from error
+        await asyncio.sleep(REST * wait.total_seconds() + random.uniform(0.05, 0.15))
+        wait = min(wait * 1.2, LONGEST_WAIT)
+
+
+def _blocked(schema: Schema, change: Change) -> StoreContentionError:
+    return StoreContentionError(
+        f"{schema.part(change)} was not added to {schema.dialect.names.table}: other transactions have used the table "
+        f"for {GIVE_UP_AFTER.total_seconds():.0f} s without a break; end those that stay open, and run it again"
+    )

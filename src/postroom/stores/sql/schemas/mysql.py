@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import ClassVar
 
 from ....errors import StoreContentionError
@@ -191,11 +192,11 @@ class MySQLSchema(Schema):
     def unlock(self) -> Script[None]:
         yield self.dialect.query(self.unlocking, table=self.dialect.names.table)
 
-    def be_brief(self) -> Script[None]:
-        # The shortest wait there is: whatever comes after a statement that waits for a table waits behind it.
-        yield self.dialect.sql("SET SESSION lock_wait_timeout = 1")
+    def limit_waits(self, longest: timedelta) -> Script[None]:
+        # In seconds. With 0, MariaDB gives up at once and MySQL, which knows no 0, after a second.
+        yield self.dialect.sql(f"SET SESSION lock_wait_timeout = {longest // timedelta(seconds=1)}")
 
-    def be_patient(self) -> Script[None]:
+    def unlimit_waits(self) -> Script[None]:
         yield self.dialect.sql("SET SESSION lock_wait_timeout = DEFAULT")
 
     def describe(self, group: Group) -> Script[dict[str, str]]:

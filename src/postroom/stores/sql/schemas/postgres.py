@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import ClassVar, Final
 
 from ..dialects.postgres import PostgreSQL, lock_number
@@ -237,8 +238,9 @@ class PostgresSchema(Schema):
             number = lock_number("postroom", kind, table)
             yield self.dialect.query("SELECT pg_advisory_xact_lock(:number::bigint)", number=number)
 
-    def be_brief(self) -> Script[None]:
-        yield self.dialect.query("SELECT set_config('lock_timeout', '200', true)")
+    def limit_waits(self, longest: timedelta) -> Script[None]:
+        milliseconds = max(longest // timedelta(milliseconds=1), 1)
+        yield self.dialect.query("SELECT set_config('lock_timeout', :wait::text, true)", wait=str(milliseconds))
 
     def build(self, change: Change) -> Script[None]:
         """Create an index while others write; what an earlier attempt left behind half-made is dropped first."""
