@@ -33,6 +33,8 @@ __all__ = ["Dispatcher"]
 SECOND = timedelta(seconds=1)
 #: Where waiting for work begins before it grows to the poll interval.
 SHORTEST_IDLE = 0.01
+#: How small a part of a batch is claimed while most of it has to wait.
+CLOGGED_SHARE = 32
 #: How many seconds a stop waits for the store to take the last settlements.
 FAREWELL = 10.0
 #: How many bytes of payload one claim brings by default.
@@ -175,6 +177,7 @@ class Dispatcher:
         self._idle = SHORTEST_IDLE
         self._size = Chunk(batch)
         self._is_clogged = False
+        self._clogged_batch = batch
         self._newest_first = False
 
     def _wrapped(self, publisher: Publisher | Send, concurrency: int, timeout: timedelta) -> Publisher:
@@ -352,6 +355,8 @@ class Dispatcher:
         return _Answer(claims, began_idle, newest_first)
 
     async def _claim_some(self, newest_first: bool, limit: int) -> list[Claim]:  # noqa: FBT001 -- for a partial
+        if self._is_clogged:
+            limit = min(limit, self._clogged_batch)
         max_bytes = self._size.share(self._batch_bytes)
         if newest_first or max_bytes != self._batch_bytes:
             return await self._store.claim(limit, replace(self._terms, newest_first=newest_first, max_bytes=max_bytes))
@@ -420,6 +425,9 @@ class Dispatcher:
         runs = self._publishing.admit(sound)
         is_clogged = len(sound) > 2 * sum(len(run.claims) for run in runs)
         self._is_clogged = is_clogged or (self._is_clogged and newest_first)
+        # What is only parked is claimed in small portions, so that the messages in between do not wait for it.
+        smallest = max(self._batch // CLOGGED_SHARE, 1)
+        self._clogged_batch = smallest if is_clogged else min(self._clogged_batch * 2, self._batch)
         if runs:
             await self._publishing.publish(runs)
 
