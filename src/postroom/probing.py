@@ -111,7 +111,7 @@ class Prober:
         untried = self._publishing.untried
         if not untried or not self._publishing.slots.has_room:
             return False
-        # By turns the newest and the oldest: a new destination does not wait for all that hang, nor the oldest for ever.
+        # By turns the newest and the oldest: a new destination does not wait for all that hang, nor they for ever.
         self._is_newest_turn = not self._is_newest_turn
         name, misses = untried.popitem(last=self._is_newest_turn)
         self._publishing.slots.invite(name)

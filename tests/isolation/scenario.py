@@ -22,6 +22,7 @@ from postroom import Dispatcher, Message, Outbox
 from postroom.errors import BrokerUnavailableError
 from postroom.store import Store
 from postroom.stores import MemoryStore, SQLStore, open_url
+from postroom.testing.waiting import until
 from postroom.transaction import transactions_of
 
 Fault: TypeAlias = Literal["none", "keys", "backlog", "many"]
@@ -67,7 +68,7 @@ class Scenario:
     _tried: Counter[str] = field(default_factory=Counter[str])
 
     async def run(self) -> Figures:
-        """Run, and return the figures once every healthy message was delivered or too much time has passed."""
+        """Run, and return the figures once every healthy message was delivered."""
         await self._prepare()
         gc.disable()  # rows in memory stand for a database, which nothing would collect
         dispatcher = Dispatcher(self.store, self._send, listener=lambda _: None, publish_timeout=timedelta(seconds=5))
@@ -75,17 +76,16 @@ class Scenario:
         try:
             await asyncio.sleep(2)
             await self._add_healthy(dispatcher)
-            async with asyncio.timeout(120):
-                while len(self.figures.latencies) < self.figures.added:
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            pass  # the figures tell
+            await until(self._is_done, "every healthy message being delivered", within=timedelta(seconds=120))
         finally:
             dispatcher.stop_soon()
             dispatcher.stop_soon()
             await running
             gc.enable()
         return self.figures
+
+    def _is_done(self) -> bool:
+        return len(self.figures.latencies) == self.figures.added
 
     async def _prepare(self) -> None:
         match self.fault:
