@@ -64,6 +64,12 @@ class Recorded:
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         return await self._store.settle(settlements)
 
+    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
+        return await self._store.parked(after=after, limit=limit)
+
+    async def unpark(self, destination: str, limit: int) -> int:
+        return await self._store.unpark(destination, limit)
+
     async def _settled(self, settlements: Sequence[Settlement]) -> list[Claim]:
         call = next(self._calls)
         wanted = [(*_named(one.claim), type(one.outcome).__name__.lower()) for one in settlements]

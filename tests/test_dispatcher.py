@@ -653,6 +653,26 @@ async def test_a_store_that_goes_away_stops_nothing_for_good() -> None:
     assert bench.told(ev.StoreRecovered)
 
 
+class Unreachable(MemoryStore):
+    """A store that cannot be opened."""
+
+    async def open(self) -> bool:
+        raise StoreUnavailableError("connection refused")
+
+
+async def test_a_dispatcher_that_never_reached_its_store_did_not_start() -> None:
+    """Neither the start nor the stop of something that did not run is reported."""
+    bench = Bench(Unreachable())
+    dispatcher = bench.dispatcher(accept)
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: bool(bench.told(ev.StoreFailed)), "the failure being reported")
+    await dispatcher.stop()
+    await running
+
+    assert bench.told(ev.Started) == []
+    assert bench.told(ev.Stopped) == []
+
+
 async def test_a_wake_up_delivers_long_before_the_next_poll() -> None:
     """S4-23: latency does not depend on the poll interval when somebody hints."""
     bench = Bench()

@@ -10,7 +10,7 @@ import pytest
 
 from postroom import Backoff, Delivered, Dispatcher, Message, Outbox, Outcome, Publisher
 from postroom import events as ev
-from postroom.broker import Send
+from postroom.broker import Each, Send
 from postroom.stores import MemoryStore
 from postroom.testing.waiting import until
 
@@ -69,3 +69,79 @@ async def test_whatever_a_publisher_raises_its_messages_are_tried_again(error: B
     await running
 
     assert any(isinstance(event, ev.Retried | ev.BreakerOpened) for event in seen)
+
+
+@pytest.mark.parametrize("shape", [0, 1], ids=["function", "batches"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["KeyboardInterrupt", "SystemExit"])
+def test_a_publisher_may_end_the_program(error: BaseException, shape: int) -> None:
+    """What was confirmed is recorded, the rest is given back with its attempt, and run() raises it."""
+    store, seen, confirmed = filled(12), list[ev.Event](), list[Message]()
+
+    async def send(message: Message) -> None:
+        if len(confirmed) >= 3:
+            raise error
+        confirmed.append(message)
+
+    class Batches:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            if confirmed:
+                raise error
+            confirmed.extend(messages)
+            return [Delivered()] * len(messages)
+
+    publisher: Send | Publisher = [send, Batches()][shape]  # type: ignore[assignment]
+    options = {"batch": 4, "concurrency": 1, "batches_in_flight": 1, "poll_interval": 20 * MS}
+    dispatcher = Dispatcher(store, publisher, listener=seen.append, **options)  # type: ignore[arg-type]
+
+    with pytest.raises(type(error)):
+        asyncio.run(dispatcher.run())
+
+    delivered = {row.message.id for row in store.rows if row.status == "delivered"}
+    assert delivered == {message.id for message in confirmed}
+    assert [(row.status, row.message.attempt) for row in store.rows if row.message.id not in delivered] == [
+        ("pending", 0)
+    ] * (12 - len(confirmed))
+    assert isinstance(seen[-1], ev.Stopped)
+
+
+def test_a_coroutine_that_is_closed_from_outside_ends() -> None:
+    """Without a loop nothing can be awaited any more, so the request to end must pass."""
+
+    async def send(message: Message) -> None:
+        await asyncio.Event().wait()
+
+    publishing = Each(send).send(Message(topic="t", payload=b""))
+
+    async def begin() -> None:
+        context = asyncio.current_task()
+        assert context is not None
+        publishing.send(None)
+
+    asyncio.run(begin())
+
+    publishing.close()
+
+
+async def test_a_listener_that_panics_does_not_stop_delivery() -> None:
+    store = filled(3)
+
+    def listener(event: ev.Event) -> None:
+        raise Panic
+
+    await Dispatcher(store, failing(Panic(), 0)[0], listener=listener).run(until_idle=True)
+
+    assert {row.status for row in store.rows} == {"delivered"}
+
+
+async def test_a_function_that_cannot_name_a_destination_is_reported_and_the_topic_counts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = filled(3)
+
+    def destination(message: Message) -> str:
+        raise Panic
+
+    await Dispatcher(store, failing(Panic(), 0)[0], destination=destination).run(until_idle=True)
+
+    assert {row.status for row in store.rows} == {"delivered"}
+    assert "naming the destination" in caplog.text

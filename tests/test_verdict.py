@@ -14,10 +14,14 @@ def message(topic: str = "t", key: str | None = None, attempt: int = 1) -> Messa
     return Message(topic=topic, payload=b"", key=key, attempt=attempt)
 
 
-def verdict_of(*pairs: tuple[Message, Outcome | None], max_attempts: int = 3) -> Verdict:
+def verdict_of(
+    *pairs: tuple[Message, Outcome | None], max_attempts: int = 3, alive: frozenset[str] = frozenset()
+) -> Verdict:
     return judge(
         [pair[0] for pair in pairs],
         [pair[1] for pair in pairs],
+        destinations=[pair[0].topic for pair in pairs],
+        alive=alive,
         backoff=lambda attempts: attempts * SECOND,
         max_attempts=max_attempts,
     )
@@ -58,7 +62,15 @@ def test_silence_beside_an_answer_of_the_same_topic_is_a_failure() -> None:
     verdict = verdict_of((message(), None), (message(), Delivered()))
 
     assert verdict.outcomes == [Retry(NO_ANSWER, SECOND), Delivered()]
-    assert verdict.down == frozenset()
+    assert verdict.down == []
+
+
+def test_silence_while_other_calls_are_answered_is_a_failure() -> None:
+    """G9: what the destination answered in another call counts as well."""
+    verdict = verdict_of((message("a"), None), (message("b"), None), alive=frozenset({"a"}))
+
+    assert verdict.outcomes == [Retry(NO_ANSWER, SECOND), Release()]
+    assert verdict.down == [1]
 
 
 def test_silence_of_a_whole_topic_is_an_outage() -> None:
@@ -66,7 +78,7 @@ def test_silence_of_a_whole_topic_is_an_outage() -> None:
     verdict = verdict_of((message("a"), None), (message("a"), Release()), (message("b"), Delivered()))
 
     assert verdict.outcomes == [Release(), Release(), Delivered()]
-    assert (set(verdict.alive), set(verdict.down)) == ({"b"}, {"a"})
+    assert (verdict.answered, verdict.down) == ([2], [0, 1])
 
 
 def test_an_outage_spends_no_attempt_even_on_the_last() -> None:
@@ -85,7 +97,7 @@ def test_what_follows_a_failed_head_is_released() -> None:
     )
 
     assert verdict.outcomes == [Delivered(), Retry("no", SECOND), Release(), Delivered(), Delivered()]
-    assert verdict.down == frozenset()
+    assert verdict.down == []
 
 
 def test_a_delivery_is_recorded_whatever_stands_before_it() -> None:

@@ -7,16 +7,14 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 from uuid import UUID, uuid4
 
 from . import events
 from .breakers import Breakers
 from .broker import Each, Publisher, Send
-from .chunk import Chunk
+from .claiming import Claimed, Claiming
 from .custody import Custody
 from .destination import NamesDestinations, Naming
 from .errors import ConfigurationError, StoreContentionError, StoreTimeoutError, StoreUnavailableError
@@ -39,14 +37,6 @@ FAREWELL = 10.0
 BATCH_BYTES = 4 * 1024 * 1024
 #: What may go away by itself while a store is opened; wrong credentials and a missing schema do not.
 PASSING = (StoreUnavailableError, StoreTimeoutError, StoreContentionError)
-
-
-class _Answer(NamedTuple):
-    """What a claim brought, and whether nothing was held when it began."""
-
-    claims: Sequence[Claim]
-    began_idle: bool
-    newest_first: bool
 
 
 class Dispatcher:
@@ -169,13 +159,9 @@ class Dispatcher:
         self._prober = Prober(store, self._breakers, self._publishing, self.wake, self._tell)
         self._prober.most = batch * batches_in_flight
         self._alone: asyncio.Task[None] | None = None
-        self._claiming: list[asyncio.Task[_Answer]] = []
-        self._answered = asyncio.Event()
+        self._claiming = Claiming(store, self._terms, self._custody, self._tell, batch, self._stopping)
         self._batches: set[asyncio.Task[None]] = set()
         self._idle = SHORTEST_IDLE
-        self._size = Chunk(batch)
-        self._is_clogged = False
-        self._newest_first = False
 
     def _wrapped(self, publisher: Publisher | Send, concurrency: int, timeout: timedelta) -> Publisher:
         if hasattr(publisher, "publish"):
@@ -304,58 +290,29 @@ class Dispatcher:
             while not self._stopping.is_set():
                 await self._room()
                 self._begin_claims(2 if is_busy else 1)
-                answer = await self._next_claim()
-                is_busy = len(answer.claims) == self._size.size
-                if answer.claims:
-                    await self._start(answer)
+                claimed = await self._claiming.next()
+                is_busy = self._claiming.is_full(claimed)
+                if claimed.claims:
+                    await self._start(claimed)
                     self._idle = SHORTEST_IDLE
                 elif self._claiming:
                     continue
-                elif until_idle and answer.began_idle and self._is_idle():
+                elif until_idle and claimed.began_idle and self._is_idle():
                     return
                 else:
                     await self._rest()
         finally:
             # The store may have claimed already: what it took must be known, to be given back.
             self._stopping.set()
-            await asyncio.gather(*self._claiming, return_exceptions=True)
+            await self._claiming.end()
 
     def _is_idle(self) -> bool:
         return not (self._custody or self._woken.is_set() or self._prober.is_busy)
 
     def _begin_claims(self, wanted: int) -> None:
         """Have a claim under way, and a second one while there is much to do, so that the store need not wait."""
-        while len(self._claiming) < wanted and not (self._claiming and self._is_crowded(ahead=len(self._claiming))):
-            self._woken.clear()  # whatever it told of, this claim will see
-            claiming = asyncio.create_task(self._claim())
-            claiming.add_done_callback(lambda _: self._answered.set())
-            self._claiming.append(claiming)
-
-    async def _next_claim(self) -> _Answer:
-        """Wait for the first claim that is answered, be it one that was begun meanwhile."""
-        while not (answered := [claiming for claiming in self._claiming if claiming.done()]):
-            self._answered.clear()
-            await self._answered.wait()
-        self._claiming.remove(answered[0])
-        return answered[0].result()
-
-    async def _claim(self) -> _Answer:
-        """Claim a batch into custody."""
-        began_idle, granted = not self._custody, time.monotonic()
-        # Behind a backlog that is parked bit by bit there may be messages that can be delivered.
-        newest_first = self._newest_first = self._is_clogged and not self._newest_first
-        call = partial(self._size.call, partial(self._claim_some, newest_first))
-        claims = await persist("claim", call, self._tell, until=self._stopping) or []
-        if claims:
-            self._custody.hold(claims, granted + self._terms.lease.total_seconds())
-            self._tell(events.Claimed(len(claims)))
-        return _Answer(claims, began_idle, newest_first)
-
-    async def _claim_some(self, newest_first: bool, limit: int) -> list[Claim]:  # noqa: FBT001 -- for a partial
-        max_bytes = self._size.share(self._batch_bytes)
-        if newest_first or max_bytes != self._batch_bytes:
-            return await self._store.claim(limit, replace(self._terms, newest_first=newest_first, max_bytes=max_bytes))
-        return await self._store.claim(limit, self._terms)
+        if self._claiming.begin(wanted, self._is_crowded):
+            self._woken.clear()  # whatever it was set for, this claim will see
 
     async def _room(self) -> None:
         """Wait until another batch may be under way."""
@@ -374,13 +331,13 @@ class Dispatcher:
         most = self._batches_in_flight
         return batches >= most or held >= self._batch * most or size >= self._batch_bytes * most
 
-    async def _start(self, answer: _Answer) -> None:
-        claims = answer.claims
+    async def _start(self, claimed: Claimed) -> None:
+        claims = claimed.claims
         if claims[0].suspect:
             await self._make_way(claims)
         if self._stopping.is_set():
             return  # too late to begin; it is given back with the rest
-        task = asyncio.create_task(self._dispatch(claims, newest_first=answer.newest_first))
+        task = asyncio.create_task(self._dispatch(claimed))
         self._alone = task if claims[0].suspect else None
         self._batches.add(task)
         task.add_done_callback(self._finished)
@@ -388,7 +345,7 @@ class Dispatcher:
     async def _make_way(self, suspects: Sequence[Claim]) -> None:
         """Have nothing else at stake: what is under way ends, and what was claimed at the same time is given back."""
         while self._claiming:
-            others = (await self._next_claim()).claims
+            others = (await self._claiming.next()).claims
             self._custody.settle([Settlement(claim, Release()) for claim in others])
         with suppress(TimeoutError):
             async with asyncio.timeout(self._publish_timeout):
@@ -411,15 +368,15 @@ class Dispatcher:
 
     # -- publish -----------------------------------------------------------------------------------------------
 
-    async def _dispatch(self, claims: Sequence[Claim], *, newest_first: bool) -> None:
+    async def _dispatch(self, claimed: Claimed) -> None:
         """Publish a batch and hand over what became of it."""
+        claims = claimed.claims
         sound = self._without_broken(claims)
         if time.monotonic() > self._custody.expires(claims[0]) - self._publish_timeout:
             self._custody.settle([Settlement(claim, Release()) for claim in sound])
             return
         runs = self._publishing.admit(sound)
-        is_clogged = len(sound) > 2 * sum(len(run.claims) for run in runs)
-        self._is_clogged = is_clogged or (self._is_clogged and newest_first)
+        self._claiming.report(claimed, sent=sum(len(run.claims) for run in runs))
         if runs:
             await self._publishing.publish(runs)
 

@@ -26,7 +26,7 @@ STALLED = 10.0
 #: How often a destination without parked messages is asked for: they may not have been recorded yet.
 MAX_MISSES = 5
 #: How many seconds to wait before the store is asked again.
-PAUSE = 0.05
+PAUSE = 0.01
 
 
 @dataclass(slots=True)
@@ -46,6 +46,7 @@ class Prober:
         self._publishing = publishing
         self._wake = wake
         self._tell = tell
+        self._is_newest_turn = False
         self._recoveries: dict[str, _Recovery] = {}
         #: How many messages of a destination that works again become due at once, at the most.
         self.most: int = 1000
@@ -60,7 +61,6 @@ class Prober:
         """Make parked messages due when their time has come."""
         while self._store.features.parks:
             self._breakers.changed.clear()
-            self._publishing.slots.freed.clear()
             if not (await self._probe() | await self._recover() | await self._try_untried()):
                 await self._rest()
 
@@ -111,9 +111,13 @@ class Prober:
         untried = self._publishing.untried
         if not untried or not self._publishing.slots.has_room:
             return False
-        name, misses = untried.popitem(last=False)
+        # By turns the newest and the oldest: a new destination does not wait for all that hang, nor they for ever.
+        self._is_newest_turn = not self._is_newest_turn
+        name, misses = untried.popitem(last=self._is_newest_turn)
+        self._publishing.slots.invite(name)
         if not await self._unpark(name, self.most) and misses < MAX_MISSES:
             untried[name] = misses + 1
+            untried.move_to_end(name, last=False)
             return len(untried) > 1
         return True
 

@@ -188,7 +188,10 @@ class Publishing:
                 self.slots.release(slot_of)
         [outcome] = self._conclude([claim], [answer], error, began)
         if slot_of is not None:
-            self.slots.dissolve(slot_of)
+            has_answered = self._breakers.is_proven(slot_of)
+            self.slots.report(answered=has_answered)
+            if has_answered or self._breakers.is_down(slot_of):
+                self.slots.dissolve(slot_of)
         return outcome
 
     # -- batches -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -10,6 +11,10 @@ __all__ = ["UnprovenSlots"]
 
 #: How many calls one destination that has not answered yet has under way: enough to tell that it is down.
 FOR_ONE = 3
+#: Seconds between two destinations that are tried for the first time, while such attempts fail.
+PACE = 0.01
+#: How many seconds room is kept for a destination whose messages were made due.
+KEPT_FOR = 5.0
 
 
 @dataclass(slots=True)
@@ -29,21 +34,41 @@ class UnprovenSlots:
         self._lanes: dict[str, _Lane] = {}
         self._used = 0
         self._members = 0
-        #: Set whenever a destination has left.
-        self.freed: asyncio.Event = asyncio.Event()
+        self._pace = 0.0
+        self._next = 0.0
+        #: Destinations that have been invited, and until when room is kept for them.
+        self._invited: dict[str, float] = {}
 
     @property
     def has_room(self) -> bool:
-        """Whether another destination may come in."""
-        return len(self._lanes) < self._slots and self._members < self._max_members
+        """Whether another destination may come in now."""
+        now = time.monotonic()
+        for name in [name for name, until in self._invited.items() if until < now]:
+            del self._invited[name]
+        taken = len(self._lanes) + len(self._invited)
+        return taken < self._slots and self._members < self._max_members and now >= self._next
+
+    def invite(self, destination: str) -> None:
+        """Keep room for a destination whose messages are about to come."""
+        now = time.monotonic()
+        self._next = now + self._pace
+        self._invited[destination] = now + KEPT_FOR
 
     def join(self, destination: str) -> bool:
         """Have another message of a destination wait for a slot; False if there is no room for it."""
-        if not (self.has_room or (destination in self._lanes and self._members < self._max_members)):
+        if destination not in self._lanes and self._invited.pop(destination, None) is None:
+            if not self.has_room:
+                return False
+            self._next = time.monotonic() + self._pace
+        elif self._members >= self._max_members:
             return False
         self._lanes.setdefault(destination, _Lane()).members += 1
         self._members += 1
         return True
+
+    def report(self, *, answered: bool) -> None:
+        """Take note of how a first attempt ended: while they fail, the next ones follow more slowly."""
+        self._pace = 0.0 if answered else PACE
 
     def leave(self, destination: str) -> None:
         """Have one message less."""
@@ -52,7 +77,6 @@ class UnprovenSlots:
         self._members -= 1
         if not lane.members:
             del self._lanes[destination]
-        self.freed.set()
 
     async def acquire(self, destination: str) -> bool:
         """Wait for a slot, or until the destination needs none any more; tell whether a slot was taken."""

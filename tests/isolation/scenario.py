@@ -1,0 +1,180 @@
+"""Healthy messages beside destinations that are down: what is delivered, how late, and how often is probed.
+
+Run by itself it prints a table: ``python -m tests.isolation.scenario [memory|sqlite|URL] [seconds] [rows]``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from postroom import Dispatcher, Message, Outbox
+from postroom.errors import BrokerUnavailableError
+from postroom.store import Store
+from postroom.stores import MemoryStore, SQLStore, open_url
+from postroom.testing.waiting import until
+from postroom.transaction import transactions_of
+
+Fault: TypeAlias = Literal["none", "keys", "backlog", "many"]
+#: Stores messages in one transaction.
+Add: TypeAlias = Callable[[Sequence[Message]], Awaitable[None]]
+
+TOPIC = "orders"
+CHUNK = 5_000
+
+
+@dataclass(slots=True)
+class Figures:
+    """What became of the healthy messages, and when the faulty destinations were tried."""
+
+    added: int = 0
+    latencies: list[float] = field(default_factory=list[float])
+    #: When something was tried that had failed before.
+    probes: list[float] = field(default_factory=list[float])
+
+    def quantile(self, share: float) -> float:
+        """Return the latency that a share of the healthy messages did not exceed, in seconds."""
+        return sorted(self.latencies)[min(int(len(self.latencies) * share), len(self.latencies) - 1)]
+
+    @property
+    def most_probes(self) -> int:
+        """The most probes in any second."""
+        return max((sum(at <= other < at + 1 for other in self.probes) for at in self.probes), default=0)
+
+
+@dataclass(slots=True)
+class Scenario:
+    """A number of healthy messages each second, and a fault that was there before them."""
+
+    store: Store
+    add: Add
+    fault: Fault
+    seconds: float = 30.0
+    rate: int = 10
+    rows: int = 100_000
+    destinations: int = 5_000
+    figures: Figures = field(default_factory=Figures)
+    _begun: dict[Any, float] = field(default_factory=dict[Any, float])
+    _tried: Counter[str] = field(default_factory=Counter[str])
+
+    async def run(self) -> Figures:
+        """Run, and return the figures once every healthy message was delivered."""
+        await self._prepare()
+        gc.disable()  # rows in memory stand for a database, which nothing would collect
+        dispatcher = Dispatcher(self.store, self._send, listener=lambda _: None, publish_timeout=timedelta(seconds=5))
+        running = asyncio.create_task(dispatcher.run())
+        try:
+            await asyncio.sleep(2)
+            await self._add_healthy(dispatcher)
+            await until(self._is_done, "every healthy message being delivered", within=timedelta(seconds=120))
+        finally:
+            dispatcher.stop_soon()
+            dispatcher.stop_soon()
+            await running
+            gc.enable()
+        return self.figures
+
+    def _is_done(self) -> bool:
+        return len(self.figures.latencies) == self.figures.added
+
+    async def _prepare(self) -> None:
+        match self.fault:
+            case "none":
+                faulty = []
+            case "keys":
+                faulty = [Message(topic=TOPIC, payload=b"bad", key=key) for key in ("refuses", "hangs")]
+            case "backlog":
+                faulty = [Message(topic="dead", payload=b"bad") for _ in range(self.rows)]
+            case "many":
+                faulty = [Message(topic=f"dead {number}", payload=b"bad") for number in range(self.destinations)]
+        for first in range(0, len(faulty), CHUNK):
+            await self.add(faulty[first : first + CHUNK])
+
+    async def _add_healthy(self, dispatcher: Dispatcher) -> None:
+        began = time.monotonic()
+        for number in range(int(self.seconds * self.rate)):
+            await asyncio.sleep(max(began + number / self.rate - time.monotonic(), 0))
+            message = Message(topic=TOPIC, payload=b"good", key=f"key {number % 50}")
+            self._begun[message.id] = time.monotonic()
+            self.figures.added += 1
+            await self.add([message])
+            dispatcher.wake()
+
+    async def _send(self, message: Message) -> None:
+        now = time.monotonic()
+        if message.payload == b"good":
+            self.figures.latencies.append(now - self._begun.pop(message.id))
+            return
+        place = f"{message.topic} {message.key}"
+        self._tried[place] += 1
+        if self._tried[place] > (3 if self.fault == "backlog" else 1):
+            self.figures.probes.append(now)
+        if message.key == "hangs":
+            await asyncio.Event().wait()
+        raise BrokerUnavailableError("connection refused")
+
+
+def adder(store: Store) -> Add:
+    """Return what adds messages to a store, as a program beside the dispatcher would."""
+    outbox = Outbox(namespace=store.namespace)
+    if isinstance(store, MemoryStore):
+
+        async def add_to_memory(messages: Sequence[Message]) -> None:
+            with store.transaction() as transaction:
+                outbox.add(transaction, list(messages))
+
+        return add_to_memory
+
+    async def add(messages: Sequence[Message]) -> None:
+        async with transactions_of(store).begin() as transaction:
+            await transaction.do(outbox.add, list(messages))
+
+    return add
+
+
+async def measured(make: Callable[[], Store], fault: Fault, **options: Any) -> Figures:  # noqa: ANN401
+    """Run a scenario on a new store."""
+    store = make()
+    beside = store if isinstance(store, MemoryStore) else make()
+    if isinstance(store, SQLStore):
+        await store.apply_schema()
+    if beside is not store:
+        await beside.open()
+    try:
+        return await Scenario(store, adder(beside), fault, **options).run()
+    finally:
+        await beside.close()
+
+
+async def main() -> None:
+    """Print a table."""
+    where, seconds, rows = [*sys.argv[1:], *["memory", "30", "100000"][len(sys.argv) - 1 :]]
+    print("fault     added delivered  p50 ms  p99 ms  max ms  probes  probes/s", flush=True)  # noqa: T201
+    faults: list[Fault] = ["none", "keys", "backlog", "many"]
+    for number, fault in enumerate(faults):
+        with tempfile.TemporaryDirectory() as folder:
+            url = f"sqlite:///{Path(folder) / 'outbox.db'}" if where == "sqlite" else where
+            make: Callable[[], Store] = (
+                MemoryStore if where == "memory" else partial(open_url, url, namespace=f"run-{time.time_ns()}-{number}")
+            )
+            figures = await measured(make, fault, seconds=float(seconds), rows=int(rows))
+        times = [figures.quantile(share) * 1000 for share in (0.5, 0.99, 1.0)]
+        print(  # noqa: T201
+            f"{fault:9} {figures.added:5} {len(figures.latencies):9} {times[0]:7.1f} {times[1]:7.1f} {times[2]:7.1f}"
+            f" {len(figures.probes):7} {figures.most_probes:9}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,201 @@
+"""How much one call to a store takes: bounded by bytes, and less after a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+
+from postroom import Claim, ClaimTerms, Delivered, Dispatcher, Message, Outbox, Outcome, Settlement
+from postroom import events as ev
+from postroom.chunk import CALM, Chunk
+from postroom.errors import ConfigurationError, StoreTimeoutError
+from postroom.stores import MemoryStore
+from postroom.testing.waiting import until
+
+MS = timedelta(milliseconds=1)
+SECOND = timedelta(seconds=1)
+KIB = 1024
+LONG = 40 * SECOND
+
+
+class SlowLink(MemoryStore):
+    """A store that answers in time only if little goes over the wire."""
+
+    def __init__(self, *, bytes_in_time: int = 10**9, settlements_in_time: int = 10**9) -> None:
+        super().__init__()
+        self._bytes = bytes_in_time
+        self._settlements = settlements_in_time
+        self.timeouts: list[str] = []
+        self.claimed: list[int] = []
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        asked = limit * 256 * KIB if terms.max_bytes is None else min(limit * 256 * KIB, terms.max_bytes)
+        self._check("claim", asked <= self._bytes)
+        claims = await super().claim(limit, terms)
+        self.claimed.append(sum(len(claim.message.payload) for claim in claims))
+        return claims
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        self._check("settle", len(settlements) <= self._settlements)
+        return await super().settle(settlements)
+
+    async def extend(self, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
+        self._check("extend", len(claims) <= self._settlements)
+        return await super().extend(claims, lease)
+
+    def _check(self, operation: str, in_time: bool) -> None:  # noqa: FBT001
+        if not in_time:
+            self.timeouts.append(operation)
+            raise StoreTimeoutError(operation)
+
+
+def fill(store: MemoryStore, count: int, size: int) -> None:
+    with store.transaction() as transaction:
+        Outbox().add(transaction, [bytes(size)] * count, topic="t")
+
+
+async def accept(message: Message) -> None:
+    """Take every message."""
+
+
+async def deliver(store: MemoryStore, **options: object) -> None:
+    dispatcher = Dispatcher(store, accept, listener=lambda _: None, **options)  # type: ignore[arg-type]
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: {row.status for row in store.rows} == {"delivered"}, "everything being delivered", within=LONG)
+    await dispatcher.stop()
+    await running
+
+
+async def test_a_claim_brings_no_more_bytes_than_it_may() -> None:
+    """Sixteen messages of 256 KiB are the 4 MiB of the default."""
+    store = SlowLink()
+    fill(store, 40, 256 * KIB)
+    await deliver(store)
+
+    assert max(store.claimed) == 16 * 256 * KIB
+
+
+async def test_a_message_larger_than_a_batch_is_claimed_alone() -> None:
+    store = SlowLink()
+    fill(store, 3, 256 * KIB)
+    await deliver(store, batch_bytes=1)
+
+    assert max(store.claimed) == 256 * KIB
+
+
+async def test_a_claim_that_takes_too_long_is_tried_with_less() -> None:
+    store = SlowLink(bytes_in_time=256 * KIB)
+    fill(store, 4, 200 * KIB)
+    await deliver(store)
+
+    assert store.timeouts
+    assert len(set(store.timeouts)) == 1
+
+
+async def test_a_settlement_that_takes_too_long_is_tried_with_less() -> None:
+    store = SlowLink(settlements_in_time=1)
+    fill(store, 8, 10)
+    await deliver(store, batch=4)
+
+    assert set(store.timeouts) == {"settle"}
+
+
+async def test_leases_are_renewed_in_portions_that_shrink_likewise() -> None:
+    """All four leases are renewed although only two fit into a call."""
+    store, finish = SlowLink(settlements_in_time=2), asyncio.Event()
+    fill(store, 4, 10)
+
+    async def send(message: Message) -> None:
+        await finish.wait()
+
+    dispatcher = Dispatcher(store, send, lease=6 * SECOND, publish_timeout=5 * SECOND, batch=4, listener=lambda _: None)
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: all(row.locked_until for row in store.rows), "all being claimed", within=LONG)
+    first = [row.locked_until for row in store.rows]
+    await until(
+        lambda: all((row.locked_until or 0) != before for row, before in zip(store.rows, first, strict=True)),
+        "all leases being renewed",
+        within=LONG,
+    )
+    finish.set()
+    await dispatcher.stop()
+    await running
+
+    assert "extend" in store.timeouts
+
+
+async def test_calls_take_more_again_after_many_that_ended_in_time() -> None:
+    chunk, sizes = Chunk(8), list[int]()
+
+    async def call(size: int) -> None:
+        sizes.append(size)
+        if size > 2 and len(sizes) < 3:
+            raise StoreTimeoutError("claim")
+
+    for _ in range(2):
+        with pytest.raises(StoreTimeoutError):
+            await chunk.call(call)
+    for _ in range(3 * CALM):
+        await chunk.call(call)
+
+    assert sizes == [8, 4, *[2] * CALM, *[4] * CALM, *[8] * CALM]
+
+
+async def test_payloads_in_flight_stay_within_the_documented_bound() -> None:
+    """At most batches_in_flight + 1 times batch_bytes, and one message more where one alone is larger."""
+    store, held, most, finish = MemoryStore(), 0, 0, asyncio.Event()
+    fill(store, 200, 64 * KIB)
+
+    class Broker:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            await finish.wait()
+            return [Delivered()] * len(messages)
+
+    def listener(event: ev.Event) -> None:
+        nonlocal most
+        held = sum(len(row.message.payload) for row in store.rows if row.status == "processing")
+        most = max(most, held)
+
+    options = {"batch_bytes": 256 * KIB, "batches_in_flight": 3, "poll_interval": 10 * MS, "listener": listener}
+    dispatcher = Dispatcher(store, Broker(), **options)  # type: ignore[arg-type]
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: most >= 3 * 256 * KIB, "three batches being held", within=LONG)
+    finish.set()
+    await until(lambda: {row.status for row in store.rows} == {"delivered"}, "everything being delivered", within=LONG)
+    await dispatcher.stop()
+    await running
+
+    assert held == 0
+    assert most <= (3 + 1) * 256 * KIB
+
+
+async def test_functions_hold_no_more_bytes_than_batches() -> None:
+    """A function that delivers one message is not limited by the number of batches, so the bytes limit it."""
+    store, most, finish = MemoryStore(), 0, asyncio.Event()
+    fill(store, 200, 64 * KIB)
+
+    async def send(message: Message) -> None:
+        await finish.wait()
+
+    def listener(event: ev.Event) -> None:
+        nonlocal most
+        most = max(most, sum(len(row.message.payload) for row in store.rows if row.status == "processing"))
+
+    options = {"batch_bytes": 256 * KIB, "batches_in_flight": 3, "poll_interval": 10 * MS, "listener": listener}
+    dispatcher = Dispatcher(store, send, **options)  # type: ignore[arg-type]
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: most >= 3 * 256 * KIB, "three batches being held", within=LONG)
+    finish.set()
+    await until(lambda: {row.status for row in store.rows} == {"delivered"}, "everything being delivered", within=LONG)
+    await dispatcher.stop()
+    await running
+
+    assert most <= (3 + 1) * 256 * KIB
+
+
+def test_a_limit_of_no_bytes_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="batch_bytes"):
+        Dispatcher(MemoryStore(), accept, batch_bytes=0)
