@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Final, Literal, TypeAlias
 
-__all__ = ["APPLICATION", "Pooler", "begin_call", "call_settings", "handler_settings", "set_session"]
+__all__ = ["Pooler", "begin_call", "call_settings", "handler_settings", "name_session", "set_session"]
 
 #: What stands between a store and its server, and hands a server session to another client after each transaction.
 Pooler: TypeAlias = Literal["transaction"]
 
-#: How sessions of a store are named in `pg_stat_activity`; a startup parameter that poolers know and keep apart.
-APPLICATION: Final = "postroom"
-
+#: How sessions of a store are found in `pg_stat_activity`. Not said at connect: older poolers pass it on to others.
+_NAME: Final = {"application_name": "postroom"}
 #: The longest time in milliseconds that a setting can hold.
 _LONGEST: Final = 2**31 - 1
 #: What the store's own statements need.
@@ -40,10 +39,18 @@ def call_settings(timeout: timedelta | None) -> dict[str, str]:
 
 
 def set_session(settings: Mapping[str, str]) -> str:
-    """Return what sets a session: a SELECT that may be given a condition, with one row for each setting."""
+    """Return what names and sets a session: a SELECT that may be given a condition, with one row for each setting."""
     # In a stricter isolation claims at the same time would fail instead of passing over each other's rows.
-    chosen = {**settings, "default_transaction_isolation": "read committed"}
-    rows = ", ".join(f"('{name}', '{value}')" for name, value in chosen.items())
+    return _set_config({**_NAME, **settings, "default_transaction_isolation": "read committed"})
+
+
+def name_session() -> str:
+    """Return what names a session, like `set_session`, and sets nothing that its statements could notice."""
+    return _set_config(_NAME)
+
+
+def _set_config(settings: Mapping[str, str]) -> str:
+    rows = ", ".join(f"('{name}', '{value}')" for name, value in settings.items())
     return f"SELECT set_config(name, value, false) FROM (VALUES {rows}) AS setting(name, value)"
 
 

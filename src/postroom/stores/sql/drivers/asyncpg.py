@@ -9,7 +9,7 @@ from typing import Any
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
 from ..errors import postgres_error
-from ..sessions import APPLICATION, Pooler
+from ..sessions import Pooler
 from ..statement import Result, Statement
 from ..transactions.block import Link
 from ..transactions.network import AsyncpgLink, Source
@@ -40,11 +40,7 @@ class AsyncpgDriver(PostgresDriver["asyncpg.Connection[asyncpg.Record]"]):
         self._cache = statement_cache_size
 
     async def dial(self, *, prepares: bool) -> asyncpg.Connection[asyncpg.Record]:
-        return await asyncpg.connect(
-            self._dsn,
-            statement_cache_size=self._cache if prepares else 0,
-            server_settings={"application_name": APPLICATION},
-        )
+        return await asyncpg.connect(self._dsn, statement_cache_size=self._cache if prepares else 0)
 
     def backend_pid(self, connection: asyncpg.Connection[asyncpg.Record]) -> int:
         return connection.get_server_pid()

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from ....errors import PoolerError, StoreTimeoutError
 from ..driver import NetworkDriver
-from ..sessions import Pooler, begin_call, call_settings, handler_settings, set_session
+from ..sessions import Pooler, begin_call, call_settings, handler_settings, name_session, set_session
 from ..statement import Result, Script, Statement, run_async
 from ..url import Place
 
@@ -43,8 +43,8 @@ class PostgresDriver(NetworkDriver[C]):
         self._handler_settings = handler_settings(None)
         #: The longest time that a consumer gives its handlers: zero before there is one, None for no limit.
         self._handler_timeout: timedelta | None = timedelta(0)
-        #: Whether sessions were found to be the store's own, and whether a pooler stands before them all the same.
-        self._is_examined = self._has_sessions = False
+        #: Whether a pooler stands in between, and was found to keep a session for each client.
+        self._has_sessions = False
         if pooler is not None:
             self.begin = begin_call(self._settings)
 
@@ -60,13 +60,12 @@ class PostgresDriver(NetworkDriver[C]):
         return await self._dialled(set_session(self._settings))
 
     async def connect_plain(self) -> C:
-        # A session that is known is not asked again: handlers wait for this.
-        return await self._dialled("" if self._is_examined else "SELECT")
+        return await self._dialled(name_session())
 
     async def _dialled(self, first: str) -> C:
         """Return a connection once ``first`` has run on it, which it never does on a session that clients share."""
         connection = await self.dial(prepares=self._pooler is None)
-        if self._pooler is not None or not first:
+        if self._pooler is not None:
             return connection
         try:
             is_done = await self._run_first(connection, first)
@@ -79,16 +78,14 @@ class PostgresDriver(NetworkDriver[C]):
         self._discard(connection)
         if await self._shares_sessions():
             raise PoolerError(str(self._place))
-        self._is_examined = self._has_sessions = True
+        self._has_sessions = True
         return await self._dialled(first)
 
     async def _run_first(self, connection: C, text: str) -> bool:
         """Run a SELECT, only if the session is that of the server process which the connection was opened with."""
         condition = "" if self._has_sessions else f" WHERE pg_backend_pid() = {self.backend_pid(connection)}"
         answer = await self.execute(connection, Statement(text + condition, {}))
-        if answer.count:
-            self._is_examined = True
-        return bool(answer.count)
+        return answer.count > 0
 
     async def _shares_sessions(self) -> bool:
         """Tell whether two connections are given the session of one server process, or one connection those of two."""

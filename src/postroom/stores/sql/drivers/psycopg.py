@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
 from ..errors import postgres_error
-from ..sessions import APPLICATION, Pooler
+from ..sessions import Pooler
 from ..statement import Result, Statement
 from ..transactions.block import Link
 from ..transactions.network import PsycopgLink, Source
@@ -45,12 +45,8 @@ class PsycopgDriver(PostgresDriver["psycopg.AsyncConnection[TupleRow]"]):
 
     async def dial(self, *, prepares: bool) -> psycopg.AsyncConnection[TupleRow]:
         try:
-            return await psycopg.AsyncConnection.connect(
-                self._dsn,
-                autocommit=True,
-                prepare_threshold=_PREPARED_AFTER if prepares else None,
-                application_name=APPLICATION,
-            )
+            threshold = _PREPARED_AFTER if prepares else None
+            return await psycopg.AsyncConnection.connect(self._dsn, autocommit=True, prepare_threshold=threshold)
         except BaseException as error:
             _close_half_made(error)
             raise
