@@ -22,6 +22,7 @@ from postroom.decisions import Decisions
 from postroom.errors import ConfigurationError, PoolerError
 from postroom.store import ClaimTerms, Delivered, Retry, Settlement
 from postroom.stores import PostgresStore, open_url
+from postroom.stores.sql.statement import Result, Script, Statement
 from postroom.testing.clients import PostgresClient
 from postroom.testing.faults import FaultProxy
 from postroom.testing.pgbouncer import PgBouncer
@@ -349,6 +350,28 @@ async def test_adding_names_no_statement_that_its_connection_is_not_set_up_for(d
 
         assert [state["prepared"] for state in found.values()] == ["None"] * 3
         assert (await store.stats()).pending == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CREATE INDEX CONCURRENTLY late ON postroom_outbox (id)",
+        "SELECT pg_try_advisory_lock(1)",
+        "SELECT set_config('statement_timeout', '0', false)",
+    ],
+)
+async def test_what_needs_a_session_of_its_own_is_refused_behind_a_pooler(
+    driver: Driver, pooled_dsn: str, text: str
+) -> None:
+    """S2-49: an upgrade that builds an index while others write runs on a direct connection."""
+
+    def script() -> Script[Result]:
+        return (yield Statement(text, {}))
+
+    async with opened(pooled_dsn, driver) as store:
+        with pytest.raises(ConfigurationError, match="direct connection"):
+            await store._driver.run(script(), atomic=False, timeout=MINUTE)  # noqa: SLF001
+        assert (await store.stats()).pending == 0
 
 
 # -- hints --------------------------------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from abc import abstractmethod
 from datetime import timedelta
 from typing import Final, TypeVar
 
-from ....errors import PoolerError, StoreTimeoutError
+from ....errors import ConfigurationError, PoolerError, StoreTimeoutError
 from ..driver import NetworkDriver
 from ..sessions import Pooler, begin_call, call_settings, handler_settings, name_session, set_session
 from ..statement import Result, Script, Statement, run_async
@@ -24,6 +25,8 @@ _EXAMINATION: Final = 5.0
 #: Which of two connections is asked for its server process, in turn. Irregular, since a pooler may deal out its server
 #: sessions in turn, or always the one that came back last.
 _TURNS: Final = (0, 1, 1, 0, 0, 1, 0, 0, 1, 1)
+#: What cannot run in a transaction, or would be left behind on a session that other clients are given.
+_NEEDS_SESSION: Final = re.compile(r"\bCONCURRENTLY\b|\bpg_(try_)?advisory_(un)?lock\(|\bset_config\([^)]*\bfalse\)")
 _IDENTITY: Final = Statement("SELECT pg_backend_pid(), pg_postmaster_start_time()", {}, returns=True)
 
 
@@ -118,6 +121,11 @@ class PostgresDriver(NetworkDriver[C]):
 
     async def _execute_alone(self, connection: C, statement: Statement) -> Result:
         """Run one statement in a transaction of its own, with its settings."""
+        if _NEEDS_SESSION.search(statement.text):
+            raise ConfigurationError(
+                "this change of the schema needs a session of its own, which a pooler in transaction mode does not "
+                "give; run `postroom schema apply` on a direct connection to PostgreSQL"
+            )
         await self.execute(connection, Statement(self.begin, {}))
         try:
             result = await self.execute(connection, statement)
