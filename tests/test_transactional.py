@@ -444,7 +444,7 @@ async def test_asyncpg_marks_a_message_along_with_begin(name: str, request: pyte
 
         kinds = [" ".join(query.split()) for query in queries]
         assert [kind.partition(" (")[0] for kind in kinds if "postroom_inbox" in kind] == [
-            'BEGIN;INSERT INTO "postroom_inbox"'
+            """BEGIN; SET LOCAL synchronous_commit TO 'on';INSERT INTO "postroom_inbox\""""
         ] * 2
         assert not [kind for kind in kinds if kind == "BEGIN;"]
         assert await shop.look("SELECT consumer FROM postroom_inbox") == [name] * 2

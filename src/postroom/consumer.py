@@ -15,7 +15,7 @@ from .deadline import Limit, Within
 from .delivery import Delivery, current
 from .errors import AlreadyStartedError, ConfigurationError, MessageBusyError, is_hopeless, is_outage
 from .message import Message
-from .middleware.chain import Middleware, chained, check_order
+from .middleware.chain import Middleware, chained, check_order, limit_transactions
 from .outputs import OutputError, send_outputs
 from .retry import Backoff, Delay, guarded
 from .router import Router
@@ -136,6 +136,7 @@ class Consumer:
                 check: Callable[[timedelta | None], None] | None = getattr(middleware, "check_horizon", None)
                 if check is not None:
                     check(self._subscriber.redelivery_horizon)
+            limit_transactions(self._middlewares, self._limit.seconds)
             self._router.start()
             async with self._subscriber as subscriber:
                 self._tell(events.ConsumerStarted(self._router.types))

@@ -7,6 +7,7 @@ PostroomError
 │   ├── UnknownURLError
 │   ├── MissingExtraError
 │   ├── UnsupportedDatabaseError
+│   ├── PoolerError
 │   ├── AlreadyStartedError
 │   ├── HandlerExistsError
 │   └── MiddlewareOrderError
@@ -98,6 +99,7 @@ __all__ = [
     "NotInTransactionError",
     "PartlyAppliedError",
     "PayloadTooLargeError",
+    "PoolerError",
     "PostroomError",
     "PublishUnknownError",
     "QuarantinedError",
@@ -170,6 +172,18 @@ class UnsupportedDatabaseError(ConfigurationError):
 
     def __init__(self, found: str, needed: str) -> None:
         super().__init__(f"postroom does not work with {found}, which lacks what claims need; use {needed}")
+
+
+class PoolerError(ConfigurationError):
+    """A pooler gives one server session to several clients, and the store was not set up for it."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(
+            f"{place}: a pooler in transaction mode stands before the database; create the store with "
+            'PostgresStore(…, pooler="transaction"), pass --pooler transaction to the postroom command, or connect to '
+            "PostgreSQL directly"
+        )
+        self.place = place
 
 
 class AlreadyStartedError(ConfigurationError):

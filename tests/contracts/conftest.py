@@ -21,8 +21,11 @@ import pytest
 pytest.register_assert_rewrite("postroom.testing.contracts", "postroom.testing.machine")
 
 from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, SQLStore  # noqa: E402
+from postroom.stores.sql.sessions import Pooler  # noqa: E402
 from postroom.testing.clients import MariaDBClient, PostgresClient, RedisClient, SqlClient  # noqa: E402
 from postroom.testing.contracts import StoredRow, StoreHarness  # noqa: E402
+from postroom.testing.pgbouncer import PgBouncer  # noqa: E402
+from postroom.testing.plugin import _private  # noqa: E402
 from tests.worlds import REDIS_PLACES  # noqa: E402
 
 from .in_redis import RedisHarness  # noqa: E402
@@ -201,10 +204,11 @@ class PostgresHarness(SQLHarness):
     shifted = "{} - make_interval(secs => %s::float8 / 1000)"
     broken_headers = "[]"  # the column takes JSON only
 
-    def __init__(self, dsn: str, driver: Literal["asyncpg", "psycopg"]) -> None:
-        super().__init__(lambda **options: PostgresStore(dsn, driver=driver, **options))
+    def __init__(self, dsn: str, driver: Literal["asyncpg", "psycopg"], pooler: Pooler | None = None) -> None:
+        super().__init__(lambda **options: PostgresStore(dsn, driver=driver, pooler=pooler, **options))
         self._dsn = dsn
-        self._psycopg = Idle(lambda: psycopg.AsyncConnection.connect(dsn))
+        prepared_after = 5 if pooler is None else None
+        self._psycopg = Idle(lambda: psycopg.AsyncConnection.connect(dsn, prepare_threshold=prepared_after))
 
     @asynccontextmanager
     async def psycopg_transaction(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[Any, ...]]]:
@@ -233,17 +237,18 @@ class PostgresHarness(SQLHarness):
 
 
 class PsycopgHarness(PostgresHarness):
-    def __init__(self, dsn: str) -> None:
-        super().__init__(dsn, "psycopg")
+    def __init__(self, dsn: str, pooler: Pooler | None = None) -> None:
+        super().__init__(dsn, "psycopg", pooler)
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         return self.psycopg_transaction()
 
 
 class AsyncpgHarness(PostgresHarness):
-    def __init__(self, dsn: str) -> None:
-        super().__init__(dsn, "asyncpg")
-        self._asyncpg: Idle[asyncpg.Connection[Any]] = Idle(lambda: asyncpg.connect(dsn))
+    def __init__(self, dsn: str, pooler: Pooler | None = None) -> None:
+        super().__init__(dsn, "asyncpg", pooler)
+        cache = 100 if pooler is None else 0
+        self._asyncpg: Idle[asyncpg.Connection[Any]] = Idle(lambda: asyncpg.connect(dsn, statement_cache_size=cache))
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Any]:
@@ -345,6 +350,23 @@ def make_asyncpg(postgres_tables: str) -> MakeHarness:
 @pytest.fixture
 def make_psycopg(postgres_tables: str) -> MakeHarness:
     return lambda: _started(PsycopgHarness(postgres_tables))
+
+
+@pytest.fixture(scope="session")
+def pooled_tables(postgres_tables: str) -> Iterator[str]:
+    """The tables through a PgBouncer whose clients share three server sessions."""
+    for pooler in _private(PgBouncer(postgres_tables, pool_size=3)):
+        yield pooler.through(postgres_tables)
+
+
+@pytest.fixture
+def make_pooled_asyncpg(pooled_tables: str) -> MakeHarness:
+    return lambda: _started(AsyncpgHarness(pooled_tables, "transaction"))
+
+
+@pytest.fixture
+def make_pooled_psycopg(pooled_tables: str) -> MakeHarness:
+    return lambda: _started(PsycopgHarness(pooled_tables, "transaction"))
 
 
 @pytest.fixture

@@ -47,6 +47,21 @@ class TestPostgresStoreOverPsycopg(StoreContract):
             yield harness
 
 
+class TestPostgresStoreBehindPgBouncerOverAsyncpg(StoreContract):
+    @pytest.fixture
+    async def harness(self, make_pooled_asyncpg: MakeHarness) -> AsyncIterator[StoreHarness]:
+        async for harness in lent(make_pooled_asyncpg):
+            yield harness
+
+
+@pytest.mark.prove
+class TestPostgresStoreBehindPgBouncerOverPsycopg(StoreContract):
+    @pytest.fixture
+    async def harness(self, make_pooled_psycopg: MakeHarness) -> AsyncIterator[StoreHarness]:
+        async for harness in lent(make_pooled_psycopg):
+            yield harness
+
+
 class TestMySQLStoreOnMariaDB(StoreContract):
     @pytest.fixture
     async def harness(self, make_mariadb: MakeHarness) -> AsyncIterator[StoreHarness]:

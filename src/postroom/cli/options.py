@@ -97,14 +97,15 @@ class StoreOptions:
     inbox: str
     schema: str | None
     profile: str | None
+    pooler: str | None = None
 
     def make(self, *, may_create: bool = False, **settings: timedelta) -> Store:
         """Return the store, not yet opened."""
         if self.url.startswith("sqlite:///"):
             _look_for(Path(self.url.removeprefix("sqlite:///")), may_create=may_create)
         names = {"namespace": self.namespace, "table": self.table, "inbox": self.inbox, "schema": self.schema}
-        promise = {} if self.profile is None else {"profile": self.profile}
-        store = open_url(self.url, **names, **promise, **settings)
+        said = {"profile": self.profile, "pooler": self.pooler}
+        store = open_url(self.url, **names, **{name: value for name, value in said.items() if value}, **settings)
         if isinstance(store, MemoryStore):
             raise ConfigurationError("a memory: store lives in the process that made it; name a database")
         return store
@@ -137,22 +138,18 @@ def store_options(command: Callable[..., R]) -> Callable[..., R]:
     """Add the options that say where the store is, and pass them on as ``store_options``."""
 
     @functools.wraps(command)
-    def with_store(
-        *args: Any,  # noqa: ANN401 -- whatever else the command takes
-        store: str,
-        namespace: str,
-        table: str,
-        inbox: str,
-        schema: str | None,
-        profile: str | None,
-        **rest: Any,  # noqa: ANN401
-    ) -> R:
-        chosen = StoreOptions(url=store, namespace=namespace, table=table, inbox=inbox, schema=schema, profile=profile)
-        return command(*args, store_options=chosen, **rest)
+    def with_store(*args: Any, store: str, **rest: Any) -> R:  # noqa: ANN401 -- whatever else the command takes
+        chosen = {name: rest.pop(name) for name in ("namespace", "table", "inbox", "schema", "profile", "pooler")}
+        return command(*args, store_options=StoreOptions(url=store, **chosen), **rest)
 
+    with_pooler = option(
+        "--pooler",
+        type=click.Choice(["transaction"]),
+        help="Connect through PgBouncer or another pooler in transaction mode (PostgreSQL only).",
+    )(with_store)
     with_profile = option(
         "--profile", metavar="NAME", help="What a Redis has to promise: durable (as by default), replicated, volatile."
-    )(with_store)
+    )(with_pooler)
     with_table = table_options(with_profile)
     with_namespace = option("--namespace", default=DEFAULT_NAMESPACE, help="Whose messages.")(with_table)
     return option(

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
 from typing import Final, TypeAlias
 
 from ..errors import MiddlewareOrderError
 from ..message import Message
 from .layers import DEAD_LETTERS, INBOX, OUTBOX, RETRY, TRANSACTION
 
-__all__ = ["NOTHING", "Middleware", "Next", "chained", "check_order"]
+__all__ = ["NOTHING", "Middleware", "Next", "chained", "check_order", "limit_transactions"]
 
 #: Handles a message and returns what is to be sent.
 Next: TypeAlias = Callable[[Message], Awaitable[Sequence[Message]]]
 #: Does something around ``call_next``, which is the next middleware or, at the end, the router.
 #:
 #: It may have more, which a consumer looks for when it starts: ``serve(tell)``, which runs beside handling until it is
-#: cancelled, ``check_horizon(horizon)``, which may refuse a broker, and what `check_order` needs.
+#: cancelled, ``check_horizon(horizon)``, which may refuse a broker, ``limit_to(timeout)``, which learns how long a
+#: handler has, and what `check_order` needs.
 Middleware: TypeAlias = Callable[[Message, Next], Awaitable[Sequence[Message]]]
 
 #: What is to be sent if nothing is.
@@ -40,6 +42,15 @@ def chained(middlewares: Sequence[Middleware], handler: Next) -> Next:
 
 def _around(middleware: Middleware, call_next: Next) -> Next:
     return lambda message: middleware(message, call_next)
+
+
+def limit_transactions(middlewares: Sequence[Middleware], seconds: float | None) -> None:
+    """Tell middlewares that open transactions how long a handler has; None for no limit."""
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    for middleware in middlewares:
+        limit: Callable[[timedelta | None], None] | None = getattr(middleware, "limit_to", None)
+        if limit is not None:
+            limit(timeout)
 
 
 def check_order(middlewares: Sequence[Middleware], *, is_manual: bool = False) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import ClassVar, Final, Literal
 from uuid import UUID
 
@@ -65,6 +66,12 @@ class TransactionMiddleware:
     def open_for(self, inbox: Inbox) -> None:
         """Let transactions mark their messages as they begin, if they can: one round trip less for each."""
         self._inbox = inbox
+
+    def limit_to(self, timeout: timedelta | None) -> None:
+        """Let the server end transactions of handlers that have ``timeout`` and whose process hangs, if it can."""
+        limit: Callable[[timedelta | None], None] | None = getattr(self.transactions, "limit_to", None)
+        if limit is not None:
+            limit(timeout)
 
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
         """Handle a message in a transaction.

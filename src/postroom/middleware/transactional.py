@@ -78,6 +78,10 @@ class Transactional:
         """Refuse a broker that may hand out a message again after the inbox has forgotten it."""
         self._inbox.check_horizon(horizon)
 
+    def limit_to(self, timeout: timedelta | None) -> None:
+        """Let the server end transactions of handlers that have ``timeout`` and whose process hangs, if it can."""
+        self._transaction.limit_to(timeout)
+
     async def serve(self, tell: events.Listener) -> None:
         """Delete inbox rows past their retention, until cancelled; a consumer does this while it runs.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnknownURLError
+from ..errors import ConfigurationError, UnknownURLError
 from ..store import Store
 from .memory import MemoryStore
 from .sql.store import MySQLStore, PostgresStore, SQLiteStore, SQLStore
@@ -35,6 +35,8 @@ def open_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisStore:  
         SQLiteStore(namespace='shop', table='postroom_outbox')
     """
     scheme, _, rest = url.partition(":")
+    if options.get("pooler") is not None and not scheme.startswith("postgres"):
+        raise ConfigurationError(f"a pooler is for PostgreSQL only; leave pooler out for {scheme}:…")
     foreign = _OF_TABLES if scheme in _REDIS else _OF_REDIS
     options = {name: value for name, value in options.items() if name not in foreign}
     match scheme:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,8 +23,6 @@ C = TypeVar("C")
 
 #: How many seconds a broken connection has to let go of whoever waits on it.
 FAREWELL = 1.0
-#: Undoes the settings of a PostgreSQL session that are meant for our statements alone.
-RESETS = "RESET enable_seqscan; RESET plan_cache_mode"
 
 
 class Driver(Protocol):
@@ -124,8 +122,8 @@ class NetworkDriver(ABC, Generic[C]):
     async def _take(self) -> C:
         return self._idle.pop() if self._idle else await self._connected()
 
-    async def _connected(self) -> C:
-        connecting = asyncio.create_task(self.connect())
+    async def _connected(self, connect: Callable[[], Coroutine[Any, Any, C]] | None = None) -> C:
+        connecting = asyncio.create_task((connect or self.connect)())
         try:
             # From outside, since a library may finish in spite of a cancellation, and nobody would ever hear of that.
             await asyncio.wait({connecting})
@@ -139,6 +137,8 @@ class NetworkDriver(ABC, Generic[C]):
             raise
         try:
             return connecting.result()
+        except PostroomError:
+            raise
         except Exception as error:  # noqa: BLE001 -- translated, whatever it is
             translated = self._translated(error)
         # Not chained: what a library keeps with an error of its login may be the password.
@@ -189,7 +189,7 @@ class NetworkDriver(ABC, Generic[C]):
     def transactions(self, *, timeout: timedelta) -> SQLTransactions:
         """Return what opens transactions on connections of this driver's."""
         if self._transactions is None:
-            self._transactions = SQLTransactions(lambda: self.link(_Lent(self, timeout)))
+            self._transactions = _OwnTransactions(self, timeout)
         return self._transactions
 
     async def lend(self, timeout: timedelta) -> C:  # noqa: ASYNC109
@@ -203,7 +203,7 @@ class NetworkDriver(ABC, Generic[C]):
             async with deadline:
                 await self._lending.acquire()
                 try:
-                    return self._returned.pop() if self._returned else await self._prepared()
+                    return self._returned.pop() if self._returned else await self._connected(self.connect_plain)
                 except BaseException:
                     self._lending.release()
                     raise
@@ -211,15 +211,6 @@ class NetworkDriver(ABC, Generic[C]):
             if not deadline.expired():
                 raise
             raise StoreTimeoutError(f"{self._place} did not answer within {timeout.total_seconds():g} s") from None
-
-    async def _prepared(self) -> C:
-        connection = await self._connected()
-        try:
-            await self.prepare(connection)
-        except BaseException:
-            self._discard(connection)
-            raise
-        return connection
 
     def take_back(self, connection: C, *, is_sound: bool, closings: int) -> None:
         """Keep a connection that was lent for the next transaction, or close it."""
@@ -267,8 +258,12 @@ class NetworkDriver(ABC, Generic[C]):
     async def connect(self) -> C:
         """Open a connection on which every statement commits by itself."""
 
-    async def prepare(self, connection: C) -> None:
-        """Undo the settings of the session that are good for our statements, but not for those of a handler."""
+    @abstractmethod
+    async def connect_plain(self) -> C:
+        """Open a connection for handlers, whose session has the defaults of its server and user."""
+
+    def limit_handlers(self, timeout: timedelta | None) -> None:
+        """Let the server end transactions of handlers that have ``timeout`` and took much longer, where it can."""
 
     @abstractmethod
     def link(self, source: Source) -> Link:
@@ -288,6 +283,18 @@ class NetworkDriver(ABC, Generic[C]):
     @abstractmethod
     def kind_of(self, error: Exception) -> type[StoreError]:
         """Tell what an error of the library means."""
+
+
+class _OwnTransactions(SQLTransactions):
+    """Opens transactions on connections of a driver."""
+
+    def __init__(self, driver: NetworkDriver[Any], timeout: timedelta) -> None:
+        super().__init__(lambda: driver.link(_Lent(driver, timeout)))
+        self._driver = driver
+
+    def limit_to(self, timeout: timedelta | None) -> None:
+        """Take note of how long the handlers of a consumer have; the longest of several consumers counts."""
+        self._driver.limit_handlers(timeout)
 
 
 class _Lent(Source):

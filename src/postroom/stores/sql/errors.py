@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Final
 
 from ...errors import (
@@ -15,34 +14,7 @@ from ...errors import (
     StoreUnavailableError,
 )
 
-__all__ = ["ADVICE", "mysql_error", "postgres_error", "session_settings", "sqlite_error"]
-
-#: The longest time in milliseconds that PostgreSQL's settings can tell.
-_LONGEST: Final = 2**31 - 1
-#: What a PostgreSQL session of ours is set to.
-_SETTINGS: Final = {
-    "application_name": "postroom",
-    # The flush of a claim also flushes the producers' earlier commits, so nothing can be published and then vanish.
-    "synchronous_commit": "on",
-    # In a stricter isolation claims at the same time would fail instead of passing over each other's rows.
-    "default_transaction_isolation": "read committed",
-    "idle_in_transaction_session_timeout": "60000",
-    # A table that was nearly empty when it was last analysed looks cheap to read as a whole.
-    "enable_seqscan": "off",
-    # A plan that is kept knows neither the LIMIT nor that the table was empty when it was made.
-    "plan_cache_mode": "force_custom_plan",
-}
-
-
-def session_settings(timeout: timedelta | None) -> dict[str, str]:
-    """Return what a PostgreSQL session of ours is set to, for calls that we wait for until ``timeout``."""
-    if timeout is None:
-        return dict(_SETTINGS)
-    # A server that waits for a lock does not notice that we are gone, and would keep the session for as long. It gives
-    # up later than we do, so that an answer that is in time is never missed.
-    milliseconds = min(max(2 * timeout // timedelta(milliseconds=1), 1), _LONGEST)
-    return {**_SETTINGS, "statement_timeout": str(milliseconds)}
-
+__all__ = ["ADVICE", "mysql_error", "postgres_error", "sqlite_error"]
 
 #: What to do about an error, where the server does not say it.
 ADVICE: Final[Mapping[type[StoreError], str]] = {

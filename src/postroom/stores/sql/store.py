@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from .schema import Schema
 from .schemas.mysql import MySQLSchema
 from .schemas.postgres import PostgresSchema
 from .schemas.sqlite import SQLiteSchema
+from .sessions import Pooler
 from .statement import Result, Row, Script, Statement, run
 from .upgrade import SCHEMA_TIMEOUT, apply_schema
 from .url import Place
@@ -41,6 +43,8 @@ from .url import Place
 __all__ = ["MySQLStore", "PostgresStore", "SQLStore", "SQLiteStore"]
 
 T = TypeVar("T")
+
+_logger = logging.getLogger("postroom")
 
 WEEK = timedelta(days=7)
 TIMEOUT = timedelta(seconds=10)
@@ -291,17 +295,37 @@ class PostgresStore(SQLStore):
         keep_delivered: timedelta = WEEK,
         timeout: timedelta = TIMEOUT,
         connections: int = 5,
+        pooler: Pooler | None = None,
     ) -> None:
-        """Set up a store on ``dsn``, which begins with ``postgresql://``."""
+        """Set up a store.
+
+        Args:
+            dsn: The database; begins with ``postgresql://``.
+            namespace: Whose messages these are.
+            table: The name of the outbox table.
+            inbox: The name of the inbox table.
+            schema: The schema that the tables are in; by default the first of the search path.
+            driver: The library that connects.
+            keep_delivered: How long delivered messages stay.
+            timeout: How long one call may take.
+            connections: The size of the pool for the store's own calls, and of the one for transactions of handlers.
+            pooler: ``"transaction"`` if ``dsn`` leads to PgBouncer or another pooler that gives a server session to a
+                client for one transaction only; None for a direct connection or a pooler in session mode.
+        """
+        if pooler not in {None, "transaction"}:
+            raise ConfigurationError(
+                f"pooler={pooler!r} is unknown; use 'transaction', or None for sessions of your own"
+            )
         place = Place.parse(dsn, schemes=("postgresql", "postgres"))
         super().__init__(
             PostgresSchema(PostgreSQL(Names(table=table, schema=schema, inbox=inbox))),
-            _postgres_driver(driver, place, connections, timeout),
+            _postgres_driver(driver)(place, size=connections, timeout=timeout, pooler=pooler),
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
-            features=Features(wakeups=True),
+            features=Features(wakeups=pooler is None),
         )
+        self._pooler = pooler
         self._hints = Hints(self._notify)
 
     async def open(self) -> bool:
@@ -316,6 +340,17 @@ class PostgresStore(SQLStore):
             await self._hints.close()
         finally:  # who stops waiting must not leave the connections open
             await super().close()
+
+    async def listen(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` at every hint of another process; return at once behind a pooler, which has none."""
+        if self._pooler is None:
+            await super().listen(wake)
+            return
+        _logger.info(
+            "%r: LISTEN does not work through a pooler in transaction mode, so the dispatcher finds new messages by "
+            "polling; its poll_interval bounds how long they wait",
+            self,
+        )
 
     def notify(self) -> None:
         """Hint to dispatchers of other processes that there is work; under load at most once in ten milliseconds.
@@ -436,15 +471,15 @@ class SQLiteStore(SQLStore):
             connection.commit()  # of the transaction that sqlite3 opens by itself before an INSERT
 
 
-def _postgres_driver(name: Literal["asyncpg", "psycopg"], place: Place, connections: int, timeout: timedelta) -> Driver:
+def _postgres_driver(name: Literal["asyncpg", "psycopg"]) -> Callable[..., Driver]:
     if name == "asyncpg":
         from .drivers.asyncpg import AsyncpgDriver  # noqa: PLC0415 -- an extra
 
-        return AsyncpgDriver(place, size=connections, timeout=timeout)
+        return AsyncpgDriver
     if name == "psycopg":
         from .drivers.psycopg import PsycopgDriver  # noqa: PLC0415 -- an extra
 
-        return PsycopgDriver(place, size=connections, timeout=timeout)
+        return PsycopgDriver
     raise ConfigurationError(f"no driver {name!r} for PostgreSQL; use 'asyncpg' or 'psycopg'")
 
 

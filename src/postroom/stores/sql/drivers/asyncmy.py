@@ -36,13 +36,16 @@ class AsyncmyDriver(NetworkDriver[Any]):
             "db": place.database,
             "charset": "utf8mb4",
             "autocommit": True,
-            # In the default isolation claims would lock gaps, and so hold up producers.
-            "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
         }
         if _wants_tls(place):
             self._options["ssl"] = ssl.create_default_context()
 
     async def connect(self) -> Any:  # noqa: ANN401
+        # In the default isolation claims would lock gaps, and so hold up producers.
+        isolation = "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED"
+        return await asyncmy.connect(**self._options, init_command=isolation)  # pyright: ignore[reportUnknownMemberType] -- it has no types
+
+    async def connect_plain(self) -> Any:  # noqa: ANN401
         return await asyncmy.connect(**self._options)  # pyright: ignore[reportUnknownMemberType] -- it has no types
 
     def link(self, source: Source) -> Link:

@@ -8,12 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
-from ..driver import RESETS, NetworkDriver
-from ..errors import postgres_error, session_settings
+from ..errors import postgres_error
+from ..sessions import Pooler
 from ..statement import Result, Statement
 from ..transactions.block import Link
 from ..transactions.network import AsyncpgLink, Source
 from ..url import Place
+from .postgres import PostgresDriver
 
 try:
     import asyncpg
@@ -23,36 +24,29 @@ except ImportError as _error:
 __all__ = ["AsyncpgDriver"]
 
 
-class AsyncpgDriver(NetworkDriver["asyncpg.Connection[asyncpg.Record]"]):
+class AsyncpgDriver(PostgresDriver["asyncpg.Connection[asyncpg.Record]"]):
     """Connections of asyncpg."""
 
     def __init__(
-        self, place: Place, *, size: int = 5, statement_cache_size: int = 100, timeout: timedelta | None = None
+        self,
+        place: Place,
+        *,
+        size: int = 5,
+        statement_cache_size: int = 100,
+        timeout: timedelta | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
-        super().__init__(place, size=size)
-        self._settings = session_settings(timeout)
-        self._dsn = place.dsn
+        super().__init__(place, size=size, timeout=timeout, pooler=pooler)
         self._cache = statement_cache_size
 
-    async def connect(self) -> asyncpg.Connection[asyncpg.Record]:
-        # PgBouncer refuses settings at connect, so they are made after it.
-        connection = await asyncpg.connect(self._dsn, statement_cache_size=self._cache)
-        try:
-            await connection.execute(
-                "SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS t(name, value)",
-                list(self._settings),
-                list(self._settings.values()),
-            )
-        except BaseException:
-            connection.terminate()
-            raise
-        return connection
+    async def dial(self, *, prepares: bool) -> asyncpg.Connection[asyncpg.Record]:
+        return await asyncpg.connect(self._dsn, statement_cache_size=self._cache if prepares else 0)
 
-    async def prepare(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
-        await connection.execute(RESETS)
+    def backend_pid(self, connection: asyncpg.Connection[asyncpg.Record]) -> int:
+        return connection.get_server_pid()
 
     def link(self, source: Source) -> Link:
-        return AsyncpgLink(source)
+        return AsyncpgLink(source, self._handler_settings)
 
     async def execute(self, connection: asyncpg.Connection[asyncpg.Record], statement: Statement) -> Result:
         sql, params = statement.bind("numeric", arrays=True)

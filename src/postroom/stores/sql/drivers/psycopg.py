@@ -9,12 +9,13 @@ from collections.abc import Callable, Generator
 from datetime import timedelta
 
 from ....errors import MissingExtraError, StoreError, StoreUnavailableError
-from ..driver import RESETS, NetworkDriver
-from ..errors import postgres_error, session_settings
+from ..errors import postgres_error
+from ..sessions import Pooler
 from ..statement import Result, Statement
 from ..transactions.block import Link
 from ..transactions.network import PsycopgLink, Source
 from ..url import Place
+from .postgres import PostgresDriver
 
 try:
     import psycopg
@@ -25,6 +26,8 @@ except ImportError as _error:
 
 __all__ = ["PsycopgDriver"]
 
+#: After how many executions psycopg prepares a statement by name, as it does by default.
+_PREPARED_AFTER = 5
 #: What a refused login says; it carries no code.
 _REFUSALS = (
     *("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied"),
@@ -32,36 +35,27 @@ _REFUSALS = (
 )
 
 
-class PsycopgDriver(NetworkDriver["psycopg.AsyncConnection[TupleRow]"]):
+class PsycopgDriver(PostgresDriver["psycopg.AsyncConnection[TupleRow]"]):
     """Async connections of psycopg."""
 
-    def __init__(self, place: Place, *, size: int = 5, timeout: timedelta | None = None) -> None:
-        super().__init__(place, size=size)
-        self._settings = session_settings(timeout)
-        self._dsn = place.dsn
+    def __init__(
+        self, place: Place, *, size: int = 5, timeout: timedelta | None = None, pooler: Pooler | None = None
+    ) -> None:
+        super().__init__(place, size=size, timeout=timeout, pooler=pooler)
 
-    async def connect(self) -> psycopg.AsyncConnection[TupleRow]:
+    async def dial(self, *, prepares: bool) -> psycopg.AsyncConnection[TupleRow]:
         try:
-            connection = await psycopg.AsyncConnection.connect(self._dsn, autocommit=True)
+            threshold = _PREPARED_AFTER if prepares else None
+            return await psycopg.AsyncConnection.connect(self._dsn, autocommit=True, prepare_threshold=threshold)
         except BaseException as error:
             _close_half_made(error)
             raise
-        try:
-            await connection.execute(
-                "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS t(name, value)",
-                (list(self._settings), list(self._settings.values())),
-            )
-        except BaseException:
-            self.abort(connection)
-            self.free(connection)
-            raise
-        return connection
 
-    async def prepare(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
-        await connection.execute(RESETS.encode())
+    def backend_pid(self, connection: psycopg.AsyncConnection[TupleRow]) -> int:
+        return connection.info.backend_pid
 
     def link(self, source: Source) -> Link:
-        return PsycopgLink(source)
+        return PsycopgLink(source, self._handler_settings)
 
     async def execute(self, connection: psycopg.AsyncConnection[TupleRow], statement: Statement) -> Result:
         text, params = statement.bind("format", arrays=True)

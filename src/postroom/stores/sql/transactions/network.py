@@ -144,8 +144,10 @@ class _FromSource(Link):
 
     connection: Foreign = None
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, settings: str = "") -> None:
+        """Set up; ``settings`` are statements that follow BEGIN."""
         self._source = source
+        self._settings = settings
 
     async def release(self, *, is_sound: bool) -> None:
         connection, self.connection = self.connection, None
@@ -173,18 +175,22 @@ class AsyncpgLink(_FromSource):
     async def begin(self) -> None:
         self.connection = await self._source.take()
         self._begun = self.connection.transaction()
-        if self.opening is None:
+        along = self._settings + ("" if self.opening is None else admission(self.opening))
+        if not along:
             await self._begun.start()
             return
-        heard = Heard.listen(self._begun, admission(self.opening))
+        heard = Heard.listen(self._begun, along)
         try:
             await self._begun.start()
         except Exception as error:
-            explain_admission(error, self.opening)
+            if self.opening is not None:
+                explain_admission(error, self.opening)
             raise
         heard.leave(self._begun)
-        if heard.answer:
+        if heard.answer and self.opening is not None:
             self.is_admitted: bool | None = heard.answer == "INSERT 0 1"
+        elif self._settings and not heard.answer:
+            await self.connection.execute(self._settings)
 
     async def commit(self) -> None:
         connection = self.connection
@@ -291,6 +297,20 @@ class PsycopgLink(_FromSource):
     async def begin(self) -> None:
         self.connection = await self._source.take()
         self._begun = await self.mark()
+        if not self._settings:
+            return
+        along = self._settings + ("" if self.opening is None else admission(self.opening))
+        try:
+            # As one text without parameters: the mark costs no round trip more than the settings alone.
+            cursor = await self.connection.execute(along.encode())
+        except Exception as error:
+            if self.opening is not None:
+                explain_admission(error, self.opening)
+            raise
+        if self.opening is not None:
+            while cursor.nextset():
+                pass
+            self.is_admitted: bool | None = cursor.rowcount == 1
 
     async def commit(self) -> None:
         _check_psycopg(self.connection)
