@@ -1,0 +1,209 @@
+"""The log: what an operator with a plain formatter can read of it, and what must never be in it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Router
+from postroom.brokers import MemoryBroker
+from postroom.errors import BrokerUnavailableError, StoreError
+from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
+from postroom.testing.waiting import until
+
+LONG = timedelta(seconds=60)
+HOUR = timedelta(hours=1)
+
+
+class Plain:
+    """The log of postroom as the usual formatter writes it."""
+
+    def __init__(self) -> None:
+        self._stream = io.StringIO()
+        self.handler = logging.StreamHandler(self._stream)
+        self.handler.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
+
+    @property
+    def text(self) -> str:
+        return self._stream.getvalue()
+
+    def lines(self, level: str) -> list[str]:
+        """Return the records of a level, without their tracebacks."""
+        return [line for line in self.text.splitlines() if line.startswith(f"{level} postroom ")]
+
+
+@pytest.fixture
+def plain() -> Iterator[Plain]:
+    log, logger = Plain(), logging.getLogger("postroom")
+    before = logger.level
+    logger.addHandler(log.handler)
+    logger.setLevel(logging.INFO)
+    yield log
+    logger.removeHandler(log.handler)
+    logger.setLevel(before)
+
+
+def stored(count: int = 1, *, key: str | None = None) -> MemoryStore:
+    store = MemoryStore()
+    with store.transaction() as transaction:
+        for number in range(count):
+            Outbox().add(transaction, {"number": number}, topic="orders", key=key)
+    return store
+
+
+def an_hour(_: int) -> timedelta:
+    return HOUR
+
+
+# -- what a record says ------------------------------------------------------------------------------------------------
+
+
+async def test_a_failed_delivery_names_its_message_and_carries_the_traceback(plain: Plain) -> None:
+    """One failure is one warning, from which the message, the attempt and the cause can be told."""
+    store = stored(key="42")
+
+    async def send(_: Message) -> None:
+        raise ConnectionResetError("peer went away")
+
+    await Dispatcher(store, send, backoff=an_hour).run(until_idle=True)
+
+    [line] = plain.lines("WARNING")
+    identity = store.rows[0].message.id
+    assert line.endswith(
+        f" delivery failed: message {identity} topic=orders key=42 attempt=1/10: ConnectionResetError: peer went away"
+    )
+    assert 'raise ConnectionResetError("peer went away")' in plain.text
+    assert plain.text.count("Traceback (most recent call last)") == 1
+
+
+async def test_a_failed_handler_names_its_message_and_carries_the_traceback(plain: Plain) -> None:
+    """The same of a consumer."""
+    router, broker = Router(), MemoryBroker()
+
+    @router.on("order.placed")
+    async def reserve(order: dict[str, int]) -> None:
+        consumer.stop_soon()
+        print(order["sku"])
+
+    message = Message(topic="orders", type="order.placed", key="42", payload=b'{"order_id": 7}')
+    consumer = Consumer(broker.subscribe("orders", group="stock"), router)
+    await broker.publish([message])
+    await consumer.run()
+
+    [line] = plain.lines("WARNING")
+    assert line.endswith(
+        f" handling failed: message {message.id} topic=orders type=order.placed key=42 attempt=1: KeyError: 'sku'"
+    )
+    assert 'print(order["sku"])' in plain.text
+
+
+async def test_a_dispatcher_that_ends_by_an_error_logs_it_as_an_error(plain: Plain) -> None:
+    """It may run in a task of which nobody asks the result."""
+
+    class Broken(MemoryStore):
+        async def open(self) -> bool:
+            raise StoreError("the table postroom_outbox is missing")
+
+    with pytest.raises(StoreError):
+        await Dispatcher(Broken(), print).run()
+
+    [line] = plain.lines("ERROR")
+    assert line.endswith(" dispatcher failed: StoreError: the table postroom_outbox is missing")
+    assert "Traceback (most recent call last)" in plain.text
+
+
+async def test_a_consumer_that_ends_by_an_error_logs_it_as_an_error(plain: Plain) -> None:
+    """The same of a consumer whose middleware fails beside the handlers."""
+
+    class Serving:
+        async def __call__(self, message: Message, call_next: object) -> Sequence[Message]:
+            return []
+
+        async def serve(self, _: object) -> None:
+            raise RuntimeError("the inbox is gone")
+
+    with pytest.raises(RuntimeError):
+        await Consumer(MemoryBroker().subscribe("orders", group="stock"), Router(), Serving()).run()
+
+    [line] = plain.lines("ERROR")
+    assert line.endswith(" consumer failed: RuntimeError: the inbox is gone")
+    assert 'raise RuntimeError("the inbox is gone")' in plain.text
+
+
+class Refusing:
+    """A publisher of batches whose destination is down."""
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        raise BrokerUnavailableError("queue.example:5672 refused the connection")
+
+
+async def refuse(_: Message) -> None:
+    raise ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 5672)")
+
+
+@pytest.mark.parametrize(
+    ("publisher", "cause"),
+    [
+        (refuse, "ConnectionRefusedError: [Errno 111] Connect call failed ('127.0.0.1', 5672)"),
+        (Refusing(), "BrokerUnavailableError: queue.example:5672 refused the connection"),
+    ],
+    ids=["function", "batch"],
+)
+async def test_an_outage_names_its_cause(publisher: Refusing, cause: str, plain: Plain) -> None:
+    """A destination that is down is of no use to an operator without what was raised."""
+    dispatcher = Dispatcher(stored(3), publisher, outage_backoff=an_hour)
+    await dispatcher.run(until_idle=True)
+
+    assert any(
+        line.endswith(f" destination orders is down: {cause}; its messages wait") for line in plain.lines("WARNING")
+    )
+
+
+# -- what a terminal is sent -------------------------------------------------------------------------------------------
+
+UNSAFE = "a\x1b[31mb\r\nERROR c\u2028d\u202ee\x07\x9b"
+ESCAPED = r"a\x1b[31mb\r\nERROR c\u2028d\u202ee\x07\x9b"
+
+
+def test_a_row_of_raw_sql_sends_no_control_character_to_the_terminal(tmp_path: Path) -> None:
+    """Nothing but SQL stands between a topic and the terminal of an operator."""
+    path = tmp_path / "shop.sqlite3"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        SQLiteStore.create_tables(connection)
+        Outbox().add(connection, {"number": 1}, topic="orders", key="1")
+        connection.execute("UPDATE postroom_outbox SET topic = ?, key = ?", (UNSAFE, UNSAFE))
+
+    command = [sys.executable, "-m", "postroom.cli", "dispatch", "--store", f"sqlite:///{path}", "--once"]
+    ended = subprocess.run([*command, "--broker", f"file:{tmp_path}/missing/x"], capture_output=True, check=False)
+
+    told = ended.stderr.decode()
+    assert ESCAPED in told
+    assert all(line.isprintable() for line in told.split("\n"))
+    assert not any(line.startswith("ERROR") for line in told.split("\n"))
+
+
+async def test_a_store_that_cannot_be_reached_is_named_with_the_reason(postgres_dsn: str, plain: Plain) -> None:
+    """A wrong port shows in the first line of the log."""
+    port = urlsplit(postgres_dsn).port
+    dispatcher = Dispatcher(PostgresStore(postgres_dsn.replace(f":{port}/", ":1/")), print)
+    running = asyncio.create_task(dispatcher.run())
+
+    await until(lambda: bool(plain.lines("WARNING")), "the failure in the log", within=LONG)
+    await dispatcher.stop()
+    await running
+
+    line = plain.lines("WARNING")[0]
+    assert "store call 'open' failed (attempt 1), retrying in 0." in line
+    assert ":1/" in line
+    assert "ConnectionRefusedError" in line
