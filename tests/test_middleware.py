@@ -129,7 +129,8 @@ async def test_a_listener_is_told_how_each_message_was_handled() -> None:
     assert isinstance(good, events.Handled)
     assert (good.message_id, good.type) == (message.id, "order.placed")
     assert timedelta(0) <= good.duration < timedelta(seconds=10)
-    assert bad == events.HandlingFailed(message.id, "order.placed", 2, "ValueError: no stock")
+    at = (message.id, "order.placed", 2)
+    assert bad == events.HandlingFailed(*at, "ValueError: no stock", message.topic, message.key)
 
 
 # -- retry -------------------------------------------------------------------------------------------------------

@@ -6,21 +6,35 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
 from .message import Message
 from .store import Dead, Delivered, Outcome, Release, Retry
+from .text import MAX_ERROR, describe
 
 if TYPE_CHECKING:
     from .delivery import Delivery
 
-__all__ = ["OUTAGES", "Each", "Publisher", "Send", "Subscriber", "describe", "is_cancelled"]
+__all__ = [
+    "MAX_ERROR",
+    "OUTAGES",
+    "Each",
+    "Failed",
+    "Publisher",
+    "Send",
+    "Subscriber",
+    "describe",
+    "is_asked_for",
+    "is_cancelled",
+]
 
 #: Delivers one message: to return is success, to raise is failure, and to return an `Outcome` is to choose.
 Send: TypeAlias = Callable[[Message], Awaitable[object]]
 
-MAX_ERROR = 2000
+#: Called with a message that was not delivered, and with why: an error that was raised, or a text.
+Failed: TypeAlias = Callable[[Message, BaseException | str], None]
+
 #: What says that a destination is down.
 OUTAGES = (BrokerUnavailableError, ConnectionRefusedError)
 
@@ -82,15 +96,18 @@ class Each:
         self._timeout = None if timeout is None else timeout.total_seconds()
 
     async def publish(
-        self, messages: Sequence[Message], heard: Callable[[int, Outcome], None] = lambda _index, _outcome: None
+        self,
+        messages: Sequence[Message],
+        heard: Callable[[int, Outcome], None] = lambda _index, _outcome: None,
+        failed: Failed = lambda _message, _error: None,
     ) -> Sequence[Outcome | None]:
-        """Deliver a batch, keys side by side; tell ``heard`` of each outcome as soon as it is known."""
+        """Deliver a batch, keys side by side; call ``heard`` and ``failed`` as soon as an outcome is known."""
         outcomes: list[Outcome | None] = [None] * len(messages)
 
         async def deliver(run: list[int]) -> None:
             for index in run:
                 async with self._gate:
-                    outcome = outcomes[index] = await self._attempt(messages[index])
+                    outcome = outcomes[index] = await self._attempt(messages[index], failed)
                 if outcome is not None:
                     heard(index, outcome)
                 if not isinstance(outcome, Delivered):
@@ -101,45 +118,46 @@ class Each:
                 group.create_task(deliver(run))
         return outcomes
 
-    async def _attempt(self, message: Message) -> Outcome | None:
+    async def _attempt(self, message: Message, failed: Failed) -> Outcome | None:
         deadline = asyncio.timeout(self._timeout)
         try:
             async with deadline:
                 answer = await self._send(message)
-        except OUTAGES:
+        except OUTAGES as error:
+            failed(message, error)
             return Release()
         except RejectError as error:
+            failed(message, error)
             return Dead(describe(error))
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             # A TaskGroup of Python 3.11 whose child failed leaves a request to cancel behind, so that the time limit
             # cannot know that it was the only one.
             if is_cancelled() and not deadline.expired():
                 raise
+            failed(message, self._overdue(error) if deadline.expired() else error)
             return None  # it took too long, or something that the sender waited for was cancelled, not the sender
         except Exception as error:  # noqa: BLE001 -- whatever a sender raises is a failed delivery
+            failed(message, self._overdue(error) if deadline.expired() else error)
             unknown = deadline.expired() or isinstance(error, PublishUnknownError)
             return None if unknown else Retry(describe(error))
+        if isinstance(answer, Retry):
+            failed(message, answer.error)
         return answer if isinstance(answer, Delivered | Retry | Dead | Release) else Delivered()
+
+    def _overdue(self, error: BaseException) -> TimeoutError:
+        """Return the error of a message that took too long, with the traceback of where it was."""
+        return TimeoutError(f"no answer within {self._timeout:g} s").with_traceback(error.__traceback__)
+
+
+def is_asked_for(error: BaseException) -> bool:
+    """Return whether an error that ends a run is the caller's wish, and no failure."""
+    return isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
 
 
 def is_cancelled() -> bool:
     """Tell whether it is this task that somebody cancelled, rather than something it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def describe(error: BaseException) -> str:
-    """Return what may be stored of an error: its type and a bounded, printable text."""
-    try:
-        said = str(error)
-    except Exception:  # noqa: BLE001 -- one that cannot be told is told by its name
-        said = ""
-    text = "".join(c if c.isprintable() else " " for c in said[:MAX_ERROR])
-    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if isinstance(error, BaseExceptionGroup):
-        first = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-        told += f": {describe(first)}"  # the group itself says next to nothing
-    return told[:MAX_ERROR]
 
 
 def _runs(messages: Sequence[Message]) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from . import events
 from .retry import Breaker, Delay
@@ -13,6 +13,8 @@ from .verdict import Verdict
 
 __all__ = ["Destinations"]
 
+#: The cause of an outage that a publisher reports without an error.
+UNREACHABLE = "the publisher reports that it cannot be reached"
 #: How many topics can be down at once before the one that went down first is tried anew.
 MAX_BREAKERS = 1000
 
@@ -40,7 +42,7 @@ class Destinations:
             (tried if breaker is None or breaker.start_probe(now) else waiting).append(claim)
         return tried, waiting
 
-    def hear(self, claims: Sequence[Claim], verdict: Verdict, error: str) -> list[Outcome]:
+    def hear(self, claims: Sequence[Claim], verdict: Verdict, causes: Mapping[str, str]) -> list[Outcome]:
         """Take note of what a batch says about its topics; return its outcomes, those of failed probes postponed.
 
         The message that tested a topic in vain waits as long as the topic, so that the next test is another
@@ -51,7 +53,7 @@ class Destinations:
             if self._breakers.pop(topic, None) is not None:
                 self._tell(events.BreakerClosed(topic))
         for topic in verdict.down:
-            self._fail(topic, error)
+            self._fail(topic, causes.get(topic, UNREACHABLE))
         if not probed:
             return list(verdict.outcomes)
         return [

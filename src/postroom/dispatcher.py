@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 from uuid import UUID, uuid4
 
 from . import events
-from .broker import OUTAGES, Each, Publisher, Send, describe, is_cancelled
+from .broker import OUTAGES, Each, Publisher, Send, describe, is_asked_for, is_cancelled
 from .custody import Custody
 from .destinations import Destinations
 from .errors import (
@@ -29,7 +29,7 @@ from .patience import call_in, persist
 from .retry import Backoff, Delay, guarded
 from .store import Claim, ClaimTerms, Dead, OnDead, Outcome, Release, Retry, Settlement, Store
 from .upkeep import purge_forever, repair_forever, sweep_forever
-from .verdict import Verdict, judge
+from .verdict import NO_ANSWER, Verdict, judge
 
 __all__ = ["Dispatcher"]
 
@@ -38,7 +38,6 @@ SECOND = timedelta(seconds=1)
 SHORTEST_IDLE = 0.01
 #: How many seconds a stop waits for the store to take the last settlements.
 FAREWELL = 10.0
-UNREACHABLE = "the publisher could not reach it"
 #: What may go away by itself while a store is opened; wrong credentials and a missing schema do not.
 PASSING = (StoreUnavailableError, StoreTimeoutError, StoreContentionError)
 
@@ -198,6 +197,10 @@ class Dispatcher:
                     released = await self._let_go()
                     for service in services:
                         service.cancel()
+        except BaseException as error:
+            if not is_asked_for(error):
+                self._tell(events.DispatcherFailed(self.worker, describe(error), error))
+            raise
         finally:
             await self._end(released, opened=opened)
 
@@ -381,6 +384,8 @@ class Dispatcher:
             if self._stopping.is_set() and isinstance(error, asyncio.CancelledError):
                 raise
             left = self._custody.without_outcome(tried)
+            if left:
+                self._report(left[0].message, error, len(left))
             failed = self._judge(left, [Retry(describe(error))] * len(left))
             self._custody.settle(list(map(Settlement, left, failed.outcomes)))
         finally:
@@ -410,12 +415,13 @@ class Dispatcher:
                 outcome = self._judge([claims[index]], [outcome]).outcomes[0]
             self._custody.settle([Settlement(claims[index], outcome)])
 
-        answers, error = await self._answers([claim.message for claim in claims], heard)
+        causes: dict[str, str] = {}
+        answers = await self._answers([claim.message for claim in claims], heard, causes)
         verdict = self._judge(claims, answers)
         was_down = set(self._destinations.down()) & verdict.alive
         outcomes = verdict.outcomes
         if self.releases_are_outages:
-            outcomes = self._destinations.hear(claims, verdict, error)
+            outcomes = self._destinations.hear(claims, verdict, causes)
         if was_down:
             # Beginning again with one message keeps a destination that comes back from being overrun.
             self._ramp = 1
@@ -429,25 +435,42 @@ class Dispatcher:
         return judge(messages, answers, backoff=self._backoff, max_attempts=self._terms.max_attempts)
 
     async def _answers(
-        self, messages: Sequence[Message], heard: Callable[[int, Outcome], None]
-    ) -> tuple[Sequence[Outcome | None], str]:
-        """Return what the publisher says of each message, and why if it could say nothing."""
+        self, messages: Sequence[Message], heard: Callable[[int, Outcome], None], causes: dict[str, str]
+    ) -> Sequence[Outcome | None]:
+        """Return what the publisher says of each message, and put into ``causes`` why topics seem to be down."""
+
+        def failed(message: Message, error: BaseException | str) -> None:
+            causes[message.topic] = self._report(message, error)
+
         if isinstance(self._publisher, Each):
             # It watches the time of each message; the batch as a whole may take longer.
-            return await self._publisher.publish(messages, heard), UNREACHABLE
+            return await self._publisher.publish(messages, heard, failed)
         deadline = asyncio.timeout(self._publish_timeout)
         try:
             async with deadline:
                 answers = list(await self._publisher.publish(messages))
-        except asyncio.CancelledError:
-            if is_cancelled() and not deadline.expired():
+        except (Exception, asyncio.CancelledError) as error:
+            is_late = deadline.expired()
+            if isinstance(error, asyncio.CancelledError) and is_cancelled() and not is_late:
                 raise
-            return [None] * len(messages), "it took too long, or something that the publisher waited for was cancelled"
-        except Exception as error:  # noqa: BLE001 -- whatever a publisher raises is a failed delivery
-            unknown = deadline.expired() or isinstance(error, PublishUnknownError)
-            failed: Outcome = Release() if isinstance(error, OUTAGES) else Retry(describe(error))
-            return [None if unknown else failed] * len(messages), describe(error)
+            raised = TimeoutError(f"no answer within {self._publish_timeout:g} s") if is_late else error
+            said = self._report(messages[0], raised.with_traceback(error.__traceback__), len(messages))
+            causes.update((message.topic, said) for message in messages)
+            unknown = is_late or isinstance(error, PublishUnknownError | asyncio.CancelledError)
+            answer: Outcome = Release() if isinstance(error, OUTAGES) else Retry(said)
+            return [None if unknown else answer] * len(messages)
         if len(answers) != len(messages):
             wrong = f"the publisher gave {len(answers)} outcomes for {len(messages)} messages"
-            return [Retry(wrong)] * len(messages), ""
-        return answers, UNREACHABLE
+            return [Retry(self._report(messages[0], wrong, len(messages)))] * len(messages)
+        for message, answer_of in zip(messages, answers, strict=True):
+            if answer_of is None or isinstance(answer_of, Retry):
+                failed(message, answer_of.error if answer_of else NO_ANSWER)
+        return answers
+
+    def _report(self, message: Message, error: BaseException | str, count: int = 1) -> str:
+        """Emit the event of a publish that failed; return why it did."""
+        said, exception = (error, None) if isinstance(error, str) else (describe(error), error)
+        if self.releases_are_outages:  # otherwise it is a reader, which knows what it nacked
+            at = (message.id, message.topic, message.key, message.attempt)
+            self._tell(events.PublishFailed(*at, said, exception, count, self._terms.max_attempts))
+        return said

@@ -83,7 +83,9 @@ class EventsMiddleware:
         try:
             outputs = await call_next(message)
         except Exception as error:
-            self._tell(events.HandlingFailed(message.id, message.type, message.attempt, describe(error)))
+            at = (message.id, message.type, message.attempt)
+            self._tell(events.HandlingFailed(*at, describe(error), message.topic, message.key, error))
             raise
-        self._tell(events.Handled(message.id, message.type, timedelta(seconds=time.monotonic() - began)))
+        took = timedelta(seconds=time.monotonic() - began)
+        self._tell(events.Handled(message.id, message.type, took, message.topic, message.key))
         return outputs
