@@ -33,6 +33,7 @@ from postroom import (
 )
 from postroom.brokers import MemoryBroker
 from postroom.errors import BrokerUnavailableError, RejectError
+from postroom.events import log_event
 from postroom.middleware import LogMiddleware
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
 from postroom.testing.waiting import until
@@ -60,6 +61,7 @@ class Everything(logging.Handler):
 
 @pytest.fixture
 def logged() -> Iterator[Everything]:
+    log_event.flush()  # what other tests have left
     handler, root, ours = Everything(), logging.getLogger(), logging.getLogger("postroom")
     root.addHandler(handler)
     ours.setLevel(logging.DEBUG)

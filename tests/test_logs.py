@@ -19,6 +19,7 @@ import pytest
 from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Router
 from postroom.brokers import MemoryBroker
 from postroom.errors import BrokerUnavailableError, StoreError
+from postroom.events import log_event
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
 from postroom.testing.waiting import until
 
@@ -45,6 +46,7 @@ class Plain:
 
 @pytest.fixture
 def plain() -> Iterator[Plain]:
+    log_event.flush()  # what other tests have left
     log, logger = Plain(), logging.getLogger("postroom")
     before = logger.level
     logger.addHandler(log.handler)

@@ -45,6 +45,11 @@ class Collapsed:
         elif now >= self._timer_at:
             self._arrange(now)
 
+    def flush(self) -> None:
+        """Write everything that was held back, and begin anew."""
+        self._timer_at = 0.0
+        self._summarise(self._collapser.drain(self._clock()))
+
     def write_due(self) -> None:
         """Write summaries whose time has come, although no event comes any more."""
         now = self._clock()

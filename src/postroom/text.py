@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Final, cast
 
-__all__ = ["MAX_ERROR", "describe", "duration", "labelled", "printable", "traceback_of"]
+__all__ = ["MAX_ERROR", "describe", "duration", "labelled", "printable", "traceback_of", "without_rows"]
 
 #: How many characters of an error are stored and logged.
 MAX_ERROR: Final = 2000
 
+# PostgreSQL shows the row that it refuses, and SQLAlchemy all parameters: payloads are among them.
+_ROWS: Final = re.compile(r"\n[\s|]*(DETAIL:|\[parameters:).*", re.DOTALL)
 # What Python itself writes on several lines; everything else is the text of an error.
 _FRAME: Final = re.compile(r'[\s|+-]*(File "|The above exception was |During handling of the above )')
 
@@ -53,13 +55,18 @@ def duration(length: timedelta) -> str:
     return f"{seconds:.1f} s" if seconds >= 0.1 else f"{seconds:.3f} s"  # noqa: PLR2004
 
 
+def without_rows(text: str) -> str:
+    """Return the text of a database's error without the values that it quotes."""
+    return _ROWS.sub("", text)
+
+
 def describe(error: BaseException) -> str:
     """Return what may be stored of an error: its type and a bounded, printable text."""
     try:
         said = str(error)
     except Exception:  # noqa: BLE001 -- an error without a text is described by its type
         said = ""
-    text = printable(said[:MAX_ERROR].strip())
+    text = printable(without_rows(said)[:MAX_ERROR].strip())
     described = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, BaseExceptionGroup):
         first = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
@@ -80,4 +87,4 @@ def _traceback_lines(error: BaseException) -> Iterator[str]:
         if _FRAME.match(part):
             yield from map(printable, part.removesuffix("\n").split("\n"))
         else:
-            yield printable(part.removesuffix("\n"))
+            yield printable(without_rows(part).removesuffix("\n"))
