@@ -13,14 +13,17 @@ from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
+from uuid import UUID
 
+import asyncpg
 import pytest
 
-from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Router
+from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Router, source, transactional
 from postroom.brokers import MemoryBroker
 from postroom.errors import BrokerUnavailableError, StoreError
 from postroom.events import log_event
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
+from postroom.testing.servers import PostgresServer
 from postroom.testing.waiting import until
 
 LONG = timedelta(seconds=60)
@@ -195,17 +198,110 @@ def test_a_row_of_raw_sql_sends_no_control_character_to_the_terminal(tmp_path: P
     assert not any(line.startswith("ERROR") for line in told.split("\n"))
 
 
-async def test_a_store_that_cannot_be_reached_is_named_with_the_reason(postgres_dsn: str, plain: Plain) -> None:
-    """A wrong port shows in the first line of the log."""
-    port = urlsplit(postgres_dsn).port
-    dispatcher = Dispatcher(PostgresStore(postgres_dsn.replace(f":{port}/", ":1/")), refuse)
+# -- three failures, from the lines alone ------------------------------------------------------------------------------
+
+
+async def failure_of(url: str, plain: Plain) -> str:
+    """Run a dispatcher on a database that it cannot use, and return the first record that is more than information."""
+    dispatcher = Dispatcher(PostgresStore(url), refuse)
     running = asyncio.create_task(dispatcher.run())
-
-    await until(lambda: bool(plain.lines("WARNING")), "the failure in the log", within=LONG)
+    await until(lambda: bool(plain.lines("WARNING") + plain.lines("ERROR")), "the failure in the log", within=LONG)
     await dispatcher.stop()
-    await running
+    await asyncio.wait({running})
+    running.exception()
+    return (plain.lines("WARNING") + plain.lines("ERROR"))[0]
 
-    line = plain.lines("WARNING")[0]
-    assert "store call 'open' failed (attempt 1), retrying in 0." in line
-    assert ":1/" in line
-    assert "ConnectionRefusedError" in line
+
+async def test_a_wrong_port_can_be_told_from_the_log(postgres_dsn: str, plain: Plain) -> None:
+    line = await failure_of(postgres_dsn.replace(f":{urlsplit(postgres_dsn).port}/", ":1/"), plain)
+
+    assert line.startswith("WARNING postroom store call 'open' failed (attempt 1), retrying in 0.")
+    assert "@127.0.0.1:1/" in line
+    assert line.endswith("; check that the server runs, and its host and port")
+
+
+async def test_a_wrong_database_can_be_told_from_the_log(postgres_dsn: str, plain: Plain) -> None:
+    line = await failure_of(urlsplit(postgres_dsn)._replace(path="/shpo").geturl(), plain)
+
+    assert line.startswith("ERROR postroom dispatcher failed: StoreAuthenticationError: postgresql://")
+    assert 'database "shpo" does not exist' in line
+    assert line.endswith("; check the user, the password and the name of the database")
+
+
+async def test_a_wrong_password_can_be_told_from_the_log(private_postgres: PostgresServer, plain: Plain) -> None:
+    """Neither the right password nor the wrong one is in the log."""
+    assert private_postgres.home
+    rules = "host all app 127.0.0.1/32 scram-sha-256\nhost all all 127.0.0.1/32 trust\n"
+    (private_postgres.home / "data" / "pg_hba.conf").write_text(rules)
+    connection = await asyncpg.connect(private_postgres.dsn)
+    await connection.execute("CREATE ROLE app LOGIN PASSWORD 'correct-horse'")
+    await connection.execute("SELECT pg_reload_conf()")
+    url = f"postgresql://app:battery-staple@127.0.0.1:{private_postgres.port}/postgres"
+    await until(lambda: is_refused(url), "the server reading its rules", within=LONG)
+    await connection.close()
+
+    line = await failure_of(url, plain)
+
+    assert line.startswith("ERROR postroom dispatcher failed: StoreAuthenticationError: postgresql://app@127.0.0.1:")
+    assert 'password authentication failed for user "app"' in line
+    assert "battery-staple" not in plain.text
+    assert "correct-horse" not in plain.text
+
+
+async def is_refused(url: str) -> bool:
+    try:
+        connection = await asyncpg.connect(url)
+    except asyncpg.InvalidPasswordError:
+        return True
+    await connection.close()
+    return False
+
+
+async def with_an_order(dsn: str) -> tuple[PostgresStore, UUID]:
+    """Return a store with the message of one order, and its id."""
+    store = PostgresStore(dsn)
+    await store.apply_schema()
+    connection = await asyncpg.connect(dsn)
+    async with connection.transaction():
+        added = await Outbox().add(connection, {"order_id": 7}, topic="orders", type="order.placed", key="42")
+    await connection.close()
+    assert added.id is not None
+    return store, added.id
+
+
+async def test_a_bug_in_a_handler_can_be_told_from_the_log(postgres_dsn: str, plain: Plain) -> None:
+    store, message_id = await with_an_order(postgres_dsn)
+    router = Router()
+
+    @router.on("order.placed")
+    async def reserve(order: dict[str, int]) -> None:
+        consumer.stop_soon()
+        order["sku"] += 1
+
+    consumer = Consumer(source(store), router, transactional(store, consumer="stock"))
+    await consumer.run()
+    await store.close()
+
+    [line] = plain.lines("WARNING")
+    assert line == (
+        f"WARNING postroom handling failed: message {message_id} topic=orders type=order.placed key=42 attempt=1: "
+        "KeyError: 'sku'"
+    )
+    traceback = plain.text.partition(line)[2]
+    assert 'in reserve\n    order["sku"] += 1\n' in traceback
+
+
+async def test_a_broker_that_is_down_can_be_told_from_the_log(postgres_dsn: str, plain: Plain) -> None:
+    store, message_id = await with_an_order(postgres_dsn)
+
+    async def send(_: Message) -> None:
+        await asyncio.open_connection("127.0.0.1", 1)
+
+    await Dispatcher(store, send, outage_backoff=an_hour).run(until_idle=True)
+
+    failed, down = plain.lines("WARNING")
+    cause = "ConnectionRefusedError: [Errno 111] Connect call failed ('127.0.0.1', 1)"
+    assert failed == (
+        f"WARNING postroom delivery failed: message {message_id} topic=orders key=42 attempt=1/10: {cause}"
+    )
+    assert down == f"WARNING postroom destination orders is down: {cause}; its messages wait"
