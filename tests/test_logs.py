@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 import sqlite3
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 
 from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Router, source, transactional
 from postroom.brokers import MemoryBroker
+from postroom.brokers.lines import encode_line
 from postroom.errors import BrokerUnavailableError, StoreError
 from postroom.events import log_event
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
@@ -181,21 +183,66 @@ UNSAFE = "a\x1b[31mb\r\nERROR c\u2028d\u202ee\x07\x9b"
 ESCAPED = r"a\x1b[31mb\r\nERROR c\u2028d\u202ee\x07\x9b"
 
 
-def test_a_row_of_raw_sql_sends_no_control_character_to_the_terminal(tmp_path: Path) -> None:
-    """Nothing but SQL stands between a topic and the terminal of an operator."""
-    path = tmp_path / "shop.sqlite3"
+def with_an_unsafe_row(folder: Path) -> Path:
+    """Return a database with a message that only raw SQL can write."""
+    path = folder / "shop.sqlite3"
     with closing(sqlite3.connect(path)) as connection, connection:
         SQLiteStore.create_tables(connection)
         Outbox().add(connection, {"number": 1}, topic="orders", key="1")
         connection.execute("UPDATE postroom_outbox SET topic = ?, key = ?", (UNSAFE, UNSAFE))
+    return path
 
-    command = [sys.executable, "-m", "postroom.cli", "dispatch", "--store", f"sqlite:///{path}", "--once"]
-    ended = subprocess.run([*command, "--broker", f"file:{tmp_path}/missing/x"], capture_output=True, check=False)
 
-    told = ended.stderr.decode()
+def test_a_row_of_raw_sql_sends_no_control_character_to_the_terminal(tmp_path: Path) -> None:
+    """Nothing but SQL stands between a topic and the terminal of an operator."""
+    told = dispatched(with_an_unsafe_row(tmp_path))
+
     assert ESCAPED in told
     assert all(line.isprintable() for line in told.split("\n"))
     assert not any(line.startswith("ERROR") for line in told.split("\n"))
+
+
+async def test_lines_of_json_on_a_terminal_hold_no_control_character() -> None:
+    """What a ``stdout:`` broker writes may be read by a person."""
+    message = Message(topic=UNSAFE + "\x7f", key=UNSAFE, type=UNSAFE, payload=b'"\x7f\\u001b"', headers={"a": UNSAFE})
+
+    line = encode_line(message).decode()
+
+    assert line.removesuffix("\n").isprintable()
+    assert json.loads(line)["topic"] == UNSAFE + "\x7f"
+    assert json.loads(line)["data"] == "\x7f\x1b"
+
+
+def dispatched(path: Path, *arguments: str) -> str:
+    """Return what `postroom dispatch --once` writes to stderr, with a broker that is down."""
+    command = [sys.executable, "-m", "postroom.cli", "dispatch", "--store", f"sqlite:///{path}", "--once"]
+    broker = f"file:{path.parent}/missing/x"
+    ended = subprocess.run([*command, "--broker", broker, *arguments], capture_output=True, check=False)
+    return (ended.stderr + ended.stdout).decode()
+
+
+def test_events_as_json_hold_no_control_character(tmp_path: Path) -> None:
+    told = dispatched(with_an_unsafe_row(tmp_path), "--json")
+
+    lines = [json.loads(line) for line in told.splitlines()]
+    [down] = [line for line in lines if line["event"] == "BreakerOpened"]
+    assert down["topic"] == UNSAFE
+    assert f"destination {ESCAPED} is down: BrokerUnavailableError: cannot write: " in down["text"]
+    assert all(line.isprintable() for line in told.split("\n"))
+
+
+@pytest.mark.parametrize("command", ["status", "dispatch"])
+def test_an_error_of_the_command_line_holds_no_control_character(command: str, tmp_path: Path) -> None:
+    """The name of a file may come from anywhere."""
+    arguments = ["--broker", "stdout:"] if command == "dispatch" else []
+    store = f"sqlite:///{tmp_path}/a\x1b[2J\u202eb.sqlite3"
+    ended = subprocess.run(
+        [sys.executable, "-m", "postroom.cli", command, "--store", store, *arguments], capture_output=True, check=False
+    )
+
+    assert ended.returncode == 1
+    assert r"a\x1b[2J\u202eb.sqlite3 does not exist" in ended.stderr.decode()
+    assert all(line.isprintable() for line in ended.stderr.decode().split("\n"))
 
 
 # -- three failures, from the lines alone ------------------------------------------------------------------------------

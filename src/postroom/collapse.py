@@ -58,6 +58,10 @@ class Collapser(Generic[T]):
         self._windows: dict[Kind, _Window[T]] = {}
         self._lock = threading.Lock()
 
+    def __bool__(self) -> bool:
+        """Return whether any kind is known."""
+        return bool(self._windows)
+
     def admit(self, kind: Kind, item: T, now: float, *, burst: int = 1) -> bool:
         """Return whether an event is let through, as the first ``burst`` of its kind are; others are held back."""
         with self._lock:

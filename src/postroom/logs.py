@@ -35,6 +35,9 @@ class Collapsed:
 
     def __call__(self, event: Event) -> None:
         """Write an event, or hold it back."""
+        if event.level < logging.WARNING and not self._collapser:
+            self._write(event, None)  # as nearly always, at no cost
+            return
         now = self._clock()
         self._summarise(self._collapser.due(now))
         if event.ends != "nothing":
