@@ -19,10 +19,10 @@ from uuid import UUID
 import asyncpg
 import pytest
 
-from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Router, source, transactional
+from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Retry, Router, source, transactional
 from postroom.brokers import MemoryBroker
 from postroom.brokers.lines import encode_line
-from postroom.errors import BrokerUnavailableError, StoreError
+from postroom.errors import BrokerUnavailableError, RejectError, StoreError
 from postroom.events import log_event
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
 from postroom.testing.servers import PostgresServer
@@ -177,10 +177,110 @@ async def test_an_outage_names_its_cause(publisher: Refusing, cause: str, plain:
     )
 
 
+class Answering:
+    """A publisher of batches that gives the same answer for each message, or raises it."""
+
+    def __init__(self, answer: Outcome | Exception | None) -> None:
+        self._answer = answer
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return [self._answer] * len(messages)
+
+
+async def test_a_batch_that_fails_is_one_warning_with_one_traceback(plain: Plain) -> None:
+    store = stored(3)
+    await Dispatcher(store, Answering(ValueError("too large")), backoff=an_hour).run(until_idle=True)
+
+    [line] = plain.lines("WARNING")
+    first = store.rows[0].message.id
+    assert line.endswith(
+        f" delivery failed: message {first} and 2 more of its batch topic=orders attempt=1/10: ValueError: too large"
+    )
+    assert plain.text.count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (Retry("quota"), "quota"),
+        (None, "PublishUnknownError: no answer came in time; the message may have been delivered"),
+    ],
+    ids=["retry", "unknown"],
+)
+async def test_a_failure_that_a_publisher_reports_is_a_warning_too(
+    answer: Outcome | None, error: str, plain: Plain
+) -> None:
+    """It need not raise: an answer for each message says the same."""
+    dispatcher = Dispatcher(stored(), Answering(answer), backoff=an_hour, outage_backoff=an_hour)
+    await dispatcher.run(until_idle=True)
+
+    assert plain.lines("WARNING")[0].endswith(f" topic=orders attempt=1/10: {error}")
+
+
+async def test_what_a_reader_nacks_is_no_warning(plain: Plain) -> None:
+    """The reader knows, and a consumer has logged it."""
+    async with source(stored(), backoff=an_hour) as deliveries:
+        await (await anext(deliveries)).nack("not today")
+
+    assert plain.lines("WARNING") == []
+
+
+async def test_a_publish_that_takes_too_long_says_so_and_where_it_was(plain: Plain) -> None:
+    async def send(_: Message) -> None:
+        await asyncio.Event().wait()
+
+    limit = timedelta(milliseconds=50)
+    await Dispatcher(stored(), send, publish_timeout=limit, outage_backoff=an_hour).run(until_idle=True)
+
+    failed, down = plain.lines("WARNING")
+    assert failed.endswith(": TimeoutError: no answer within 0.05 s")
+    assert down.endswith(" destination orders is down: TimeoutError: no answer within 0.05 s; its messages wait")
+    assert "await asyncio.Event().wait()" in plain.text
+
+
+async def test_repeats_are_summed_up_when_the_dispatcher_stops(plain: Plain) -> None:
+    async def send(_: Message) -> None:
+        raise ConnectionResetError("peer went away")
+
+    await Dispatcher(stored(42), send, backoff=an_hour).run(until_idle=True)
+
+    first, summary = plain.lines("WARNING")
+    assert " delivery failed: " in first
+    assert "postroom 41 more in the last " in summary
+    assert "most recently: delivery failed: message " in summary
+
+
+async def test_every_dead_message_is_named(plain: Plain) -> None:
+    store = stored(10)
+
+    async def send(_: Message) -> None:
+        raise RejectError("no such customer")
+
+    await Dispatcher(store, send).run(until_idle=True)
+
+    dead = plain.lines("ERROR")
+    assert {line.split()[3] for line in dead} == {str(row.message.id) for row in store.rows}
+    assert all(line.endswith(" is dead: RejectError: no such customer") for line in dead)
+
+
 # -- what a terminal is sent -------------------------------------------------------------------------------------------
 
 UNSAFE = "a\x1b[31mb\r\nERROR c\u2028d\u202ee\x07\x9b"
 ESCAPED = r"a\x1b[31mb\r\nERROR c\u2028d\u202ee\x07\x9b"
+
+
+async def test_an_error_sends_no_control_character_to_the_log(plain: Plain) -> None:
+    """Neither in the message nor in the traceback, which shows the text of the error again."""
+
+    async def send(_: Message) -> None:
+        raise ValueError(UNSAFE)
+
+    await Dispatcher(stored(), send, backoff=an_hour).run(until_idle=True)
+
+    assert plain.text.count(f"ValueError: {ESCAPED}\n") == 2
+    assert all(line.isprintable() for line in plain.text.split("\n"))
 
 
 def with_an_unsafe_row(folder: Path) -> Path:

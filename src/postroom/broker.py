@@ -27,6 +27,7 @@ __all__ = [
     "describe",
     "is_asked_for",
     "is_cancelled",
+    "overdue",
 ]
 
 #: Delivers one message: to return is success, to raise is failure, and to return an `Outcome` is to choose.
@@ -134,19 +135,22 @@ class Each:
             # cannot know that it was the only one.
             if is_cancelled() and not deadline.expired():
                 raise
-            failed(message, self._overdue(error) if deadline.expired() else error)
+            failed(message, overdue(error, self._timeout or 0) if deadline.expired() else error)
             return None  # it took too long, or something that the sender waited for was cancelled, not the sender
         except Exception as error:  # noqa: BLE001 -- whatever a sender raises is a failed delivery
-            failed(message, self._overdue(error) if deadline.expired() else error)
+            failed(message, overdue(error, self._timeout or 0) if deadline.expired() else error)
             unknown = deadline.expired() or isinstance(error, PublishUnknownError)
             return None if unknown else Retry(describe(error))
         if isinstance(answer, Retry):
             failed(message, answer.error)
         return answer if isinstance(answer, Delivered | Retry | Dead | Release) else Delivered()
 
-    def _overdue(self, error: BaseException) -> TimeoutError:
-        """Return the error of a message that took too long, with the traceback of where it was."""
-        return TimeoutError(f"no answer within {self._timeout:g} s").with_traceback(error.__traceback__)
+
+def overdue(error: BaseException, limit: float) -> TimeoutError:
+    """Return the error of a publish that took longer than ``limit`` seconds, caused by what shows where it was."""
+    late = TimeoutError(f"no answer within {limit:g} s")
+    late.__cause__ = error.__cause__ or error
+    return late
 
 
 def is_asked_for(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 from uuid import UUID, uuid4
 
 from . import events
-from .broker import OUTAGES, Each, Publisher, Send, describe, is_asked_for, is_cancelled
+from .broker import OUTAGES, Each, Publisher, Send, describe, is_asked_for, is_cancelled, overdue
 from .custody import Custody
 from .destinations import Destinations
 from .errors import (
@@ -453,8 +453,8 @@ class Dispatcher:
             is_late = deadline.expired()
             if isinstance(error, asyncio.CancelledError) and is_cancelled() and not is_late:
                 raise
-            raised = TimeoutError(f"no answer within {self._publish_timeout:g} s") if is_late else error
-            said = self._report(messages[0], raised.with_traceback(error.__traceback__), len(messages))
+            raised = overdue(error, self._publish_timeout) if is_late else error
+            said = self._report(messages[0], raised, len(messages))
             causes.update((message.topic, said) for message in messages)
             unknown = is_late or isinstance(error, PublishUnknownError | asyncio.CancelledError)
             answer: Outcome = Release() if isinstance(error, OUTAGES) else Retry(said)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Final, Literal, TypeAlias, cast
 
 from .collapse import Kind
-from .text import duration, labelled, printable
+from .text import MAX_ERROR, duration, labelled, printable
 
 __all__ = ["Event", "Listener"]
 
@@ -81,4 +81,4 @@ def _shown(value: object) -> str:
         case None:
             return "-"
         case _:
-            return printable(str(value))
+            return printable(str(value)[:MAX_ERROR])
