@@ -95,12 +95,6 @@ class Recorded:
             self._history.write("sweep", "ok", count=dead)
         return dead
 
-    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
-        return await self._store.parked(after=after, limit=limit)
-
-    async def unpark(self, destination: str, limit: int) -> int:
-        return await self._store.unpark(destination, limit)
-
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         return await self._store.purge(older_than=older_than, limit=limit)
 

@@ -104,7 +104,8 @@ async def test_the_log_says_what_was_handled_and_never_a_payload(caplog: pytest.
             await LogMiddleware(level=logging.WARNING)(message, raising(ValueError("4111-1111")))
 
     good, bad = caplog.records
-    assert f"'order.placed', message {message.id}: returned 1 messages after 0.0" in good.getMessage()
+    assert f"message {message.id} topic={message.topic} type=order.placed" in good.getMessage()
+    assert "attempt=2: handler returned 1 messages after " in good.getMessage()
     assert "failed with ValueError after 0.0" in bad.getMessage()
     assert (good.levelno, bad.levelno) == (logging.INFO, logging.WARNING)
     assert "4111" not in caplog.text
@@ -129,7 +130,8 @@ async def test_a_listener_is_told_how_each_message_was_handled() -> None:
     assert isinstance(good, events.Handled)
     assert (good.message_id, good.type) == (message.id, "order.placed")
     assert timedelta(0) <= good.duration < timedelta(seconds=10)
-    assert bad == events.HandlingFailed(message.id, "order.placed", 2, "ValueError: no stock")
+    at = (message.id, "order.placed", 2)
+    assert bad == events.HandlingFailed(*at, "ValueError: no stock", message.topic, message.key)
 
 
 # -- retry -------------------------------------------------------------------------------------------------------

@@ -629,7 +629,7 @@ def test_a_wake_up_that_fails_does_not_fail_the_commit(sqlite_path: Path, caplog
 
     assert stored == 1
     assert [record.message for record in caplog.records] == [
-        "the wake-up after a commit failed; polling will find the messages"
+        "the wake-up after a commit failed; polling will find the messages: RuntimeError: the dispatcher is gone"
     ]
 
 

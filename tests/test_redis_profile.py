@@ -390,7 +390,8 @@ class TestServerThatDoesNotTell:
         [record] = [record for record in caplog.records if record.name == "postroom"]
         assert record.levelno == logging.WARNING
         assert "CONFIG GET" in record.getMessage()
-        assert record.__dict__["unseen"] == checked.unseen == ("appendfsync",)
+        assert record.getMessage().endswith("unchecked: appendfsync")
+        assert record.__dict__["postroom_unseen"] == checked.unseen == ("appendfsync",)
         assert not any("secret" in str(value) for value in record.__dict__.values())
 
     async def test_is_waited_for_where_that_is_possible(self, private_valkey: ValkeyServer, connect: Connect) -> None:

@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
 from .message import Message
 from .store import Dead, Delivered, Outcome, Release, Retry
+from .text import MAX_ERROR, describe
 
 if TYPE_CHECKING:
     from .delivery import Delivery
 
 __all__ = [
     "INTERRUPTS",
+    "MAX_ERROR",
     "OUTAGES",
     "Attempt",
     "Each",
@@ -25,7 +27,9 @@ __all__ = [
     "Subscriber",
     "attempt",
     "describe",
+    "is_asked_for",
     "is_cancelled",
+    "overdue",
 ]
 
 T = TypeVar("T")
@@ -33,7 +37,6 @@ T = TypeVar("T")
 #: Delivers one message: to return is success, to raise is failure, and to return an `Outcome` is to choose.
 Send: TypeAlias = Callable[[Message], Awaitable[object]]
 
-MAX_ERROR = 2000
 #: What says that a destination is down.
 OUTAGES = (BrokerUnavailableError, ConnectionRefusedError)
 #: What ends a dispatcher if a publisher raises it.
@@ -102,14 +105,20 @@ async def attempt(call: Awaitable[T], seconds: float | None) -> Attempt[T]:
         # cannot know that it was the only one.
         if is_cancelled() and not deadline.expired():
             raise
-        # It took too long, or something that the publisher waited for was cancelled, not this task.
-        return Attempt(error=error, is_unknown=True)
+        # Something that the publisher waited for was cancelled, not this task.
+        return Attempt(error=_late(error, deadline, seconds), is_unknown=True)
     except GeneratorExit as error:
         if not _is_current(task):
             raise  # the coroutine is being closed
         return Attempt(error=error)
     except BaseException as error:  # noqa: BLE001 -- whatever a publisher raises is a failed delivery
-        return Attempt(error=error, is_unknown=deadline.expired() or isinstance(error, PublishUnknownError))
+        is_unknown = deadline.expired() or isinstance(error, PublishUnknownError)
+        return Attempt(error=_late(error, deadline, seconds), is_unknown=is_unknown)
+
+
+def _late(error: BaseException, deadline: asyncio.Timeout, seconds: float | None) -> BaseException:
+    """Return the error of a call, which is `TimeoutError` if it took too long."""
+    return overdue(error, seconds or 0.0) if deadline.expired() else error
 
 
 class Each:
@@ -164,24 +173,22 @@ def _is_current(task: asyncio.Task[object] | None) -> bool:
         return False
 
 
+def overdue(error: BaseException, limit: float) -> TimeoutError:
+    """Return the error of a publish that took longer than ``limit`` seconds, caused by what shows where it was."""
+    late = TimeoutError(f"no answer within {limit:g} s")
+    late.__cause__ = error.__cause__ or error
+    return late
+
+
+def is_asked_for(error: BaseException) -> bool:
+    """Return whether an error that ends a run is the caller's wish, and no failure."""
+    return isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+
+
 def is_cancelled() -> bool:
     """Tell whether it is this task that somebody cancelled, rather than something it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def describe(error: BaseException) -> str:
-    """Return what may be stored of an error: its type and a bounded, printable text."""
-    try:
-        said = str(error)
-    except Exception:  # noqa: BLE001 -- one that cannot be told is told by its name
-        said = ""
-    text = "".join(c if c.isprintable() else " " for c in said[:MAX_ERROR])
-    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if isinstance(error, BaseExceptionGroup):
-        first = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-        told += f": {describe(first)}"  # the group itself says next to nothing
-    return told[:MAX_ERROR]
 
 
 def _runs(messages: Sequence[Message]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from . import events
-from .broker import Publisher, Subscriber, describe
+from .broker import Publisher, Subscriber, describe, is_asked_for
 from .crew import Crew
 from .deadline import Limit, Within
 from .delivery import Delivery, current
@@ -144,6 +144,10 @@ class Consumer:
                     await self._consume(subscriber)
                 finally:
                     self._tell(events.ConsumerStopped(self._released))
+        except BaseException as error:
+            if not is_asked_for(error):
+                self._tell(events.ConsumerFailed(describe(error), error))
+            raise
         finally:
             self._stopped.set()
 
@@ -327,12 +331,12 @@ class Consumer:
         if is_ending:
             self._released += 1
             return Release()  # the end of the consumer says nothing about the message, nor does what came of it
-        said = describe(error)
+        said, at = describe(error), (message.id, message.type, message.attempt)
         answer = error.outcome if isinstance(error, OutputError) else None
         if is_hopeless(error) or isinstance(answer, Dead):
-            self._tell(events.DeadLettered(message.id, message.type, message.attempt, said))
+            self._tell(events.DeadLettered(*at, said, message.topic, message.key, error))
             return Dead(said)
-        self._tell(events.HandlingFailed(message.id, message.type, message.attempt, said))
+        self._tell(events.HandlingFailed(*at, said, message.topic, message.key, error))
         # Whoever handles it elsewhere has a lease, which says when to look again.
         delay = error.delay if isinstance(error, MessageBusyError) else self._backoff(max(message.attempt, 1))
         # A destination or a database that is down is no fault of the message, so it costs no attempt.
@@ -356,7 +360,8 @@ class Consumer:
             is_raised = not isinstance(failure, Exception)
         if is_raised:
             raise error
-        self._tell(events.AckFailed(message.id, message.type, describe(failure)))
+        said = describe(failure)
+        self._tell(events.AckFailed(message.id, message.type, said, message.topic, message.key, failure))
         return False
 
 

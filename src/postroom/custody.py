@@ -146,9 +146,10 @@ class Custody:
                 case Release():
                     released += 1
                 case Retry(error, delay):
-                    self._tell(events.Retried(message.id, message.topic, message.attempt, delay or timedelta(0), error))
+                    at = (message.id, message.topic, message.attempt)
+                    self._tell(events.Retried(*at, delay or timedelta(0), error, message.key))
                 case Dead(error):
-                    self._tell(events.Died(message.id, message.topic, message.attempt, error))
+                    self._tell(events.Died(message.id, message.topic, message.attempt, error, message.key))
         if delivered:
             self._tell(events.MessagesDelivered(delivered))
         if released:
@@ -156,7 +157,8 @@ class Custody:
 
     def _report_lost(self, claims: Iterable[Claim]) -> None:
         for claim in claims:
-            self._tell(events.LeaseLost(claim.message.id, claim.message.topic, claim.message.token))
+            message = claim.message
+            self._tell(events.LeaseLost(message.id, message.topic, message.token, message.key))
 
     async def renew_forever(self) -> None:
         """Renew leases at a third of their length, and notice when the event loop stood still."""

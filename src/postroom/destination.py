@@ -58,7 +58,11 @@ class Naming:
 
 def readable(name: str) -> str:
     """Return the name of a destination or a part of one as logs show it."""
-    return name.replace(OF_KEY, ", key ").replace(OF_MESSAGE, ", message ")
+    for mark, kind in ((OF_KEY, "key"), (OF_MESSAGE, "message")):
+        destination, is_part, part = name.partition(mark)
+        if is_part:
+            return f"{destination} ({kind} {part})"
+    return name
 
 
 def _checked(name: object) -> str:

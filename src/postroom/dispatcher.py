@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 from uuid import UUID, uuid4
 
 from . import events
 from .breakers import Breakers
-from .broker import Each, Publisher, Send
+from .broker import Each, Publisher, Send, describe, is_asked_for
 from .claiming import Claimed, Claiming
 from .custody import Custody
 from .destination import NamesDestinations, Naming
@@ -156,12 +156,14 @@ class Dispatcher:
         )
         self._publishing = Publishing(self._publisher, self._custody, self._breakers, policy, self._stopping)
         self._publishing.on_interruption = self.stop_soon
+        self._publishing.on_failure = self._report_failure
         self._prober = Prober(store, self._breakers, self._publishing, self.wake, self._tell)
         self._prober.most = batch * batches_in_flight
         self._alone: asyncio.Task[None] | None = None
         self._claiming = Claiming(store, self._terms, self._custody, self._tell, batch, self._stopping)
         self._batches: set[asyncio.Task[None]] = set()
         self._idle = SHORTEST_IDLE
+        self._released = 0
 
     def _wrapped(self, publisher: Publisher | Send, concurrency: int, timeout: timedelta) -> Publisher:
         if hasattr(publisher, "publish"):
@@ -185,48 +187,55 @@ class Dispatcher:
         if self._loop is not None:
             raise ConfigurationError("a dispatcher runs once; make a new one to run again")
         self._loop = asyncio.get_running_loop()
-        released, opened = 0, None
         try:
-            opened = await persist("open", self._store.open, self._tell, only=PASSING, until=self._stopping)
-            if opened is None:
-                return  # stopped before the store was there
-            self._tell(events.Started(self.worker, self._store.namespace))
-            async with asyncio.TaskGroup() as group:
-                services = [
-                    group.create_task(service)
-                    for service in (
-                        self._custody.settle_forever(),
-                        self._custody.renew_forever(),
-                        sweep_forever(self._store, self._terms, self._tell, every=self._sweep_interval),
-                        purge_forever(self._store, self._tell, every=self._cleanup_interval),
-                        repair_forever(self._store, self._tell),
-                        self._prober.probe_forever(),
-                        self._prober.find_forever(),
-                        persist("listen", lambda: self._store.listen(self.wake), self._tell, deadline=None),
-                    )
-                ]
-                try:
-                    if until_idle and self._store.features.parks:
-                        await self._prober.find()  # what waits for a destination is tried once, too
-                    await self._claim_until_stopped(until_idle=until_idle)
-                    await self._wait_for_batches(self._grace)
-                finally:
-                    released = await self._let_go()
-                    for service in services:
-                        service.cancel()
+            await self._open_and_deliver(until_idle=until_idle)
+        except BaseException as error:
+            if not is_asked_for(error):
+                self._tell(events.DispatcherFailed(self.worker, describe(error), error))
+            raise
         finally:
-            await self._end(released, opened=opened)
+            self._stopped.set()
+
+    async def _open_and_deliver(self, *, until_idle: bool) -> None:
+        opened = await persist("open", self._store.open, self._tell, only=PASSING, until=self._stopping)
+        if opened is None:
+            return  # stopped before the store was there
+        self._tell(events.Started(self.worker, self._store.namespace))
+        try:
+            await self._deliver(until_idle=until_idle)
+        finally:
+            try:
+                if opened:
+                    await self._store.close()
+            finally:  # cancelled or not
+                self._tell(events.Stopped(self.worker, self._released))
         if self._publishing.interruption is not None:
             raise self._publishing.interruption
 
-    async def _end(self, released: int, *, opened: bool | None) -> None:
-        try:
-            if opened:
-                await self._store.close()
-        finally:  # cancelled or not: stop() may be waiting
-            if opened is not None:
-                self._tell(events.Stopped(self.worker, released))
-            self._stopped.set()
+    async def _deliver(self, *, until_idle: bool) -> None:
+        async with asyncio.TaskGroup() as group:
+            services = [group.create_task(service) for service in self._services()]
+            try:
+                if until_idle and self._store.features.parks:
+                    await self._prober.find()  # what waits for a destination is tried once, too
+                await self._claim_until_stopped(until_idle=until_idle)
+                await self._wait_for_batches(self._grace)
+            finally:
+                self._released = await self._let_go()
+                for service in services:
+                    service.cancel()
+
+    def _services(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return (
+            self._custody.settle_forever(),
+            self._custody.renew_forever(),
+            sweep_forever(self._store, self._terms, self._tell, every=self._sweep_interval),
+            purge_forever(self._store, self._tell, every=self._cleanup_interval),
+            repair_forever(self._store, self._tell),
+            self._prober.probe_forever(),
+            self._prober.find_forever(),
+            persist("listen", lambda: self._store.listen(self.wake), self._tell, deadline=None),
+        )
 
     def wake(self) -> None:
         """Look for work at once; may be called from any thread, and costs next to nothing."""
@@ -391,3 +400,9 @@ class Dispatcher:
         self._custody.settle([Settlement(claim, Dead(why)) for claim, why in broken])
         self._custody.settle([Settlement(claim, Release()) for claim in held_back])
         return [claim for claim in others if claim not in held_back]
+
+    def _report_failure(self, message: Message, error: BaseException | str, count: int) -> None:
+        if self._publishing.releases_are_outages:  # otherwise it is a reader, which knows what it nacked
+            said, exception = (error, None) if isinstance(error, str) else (describe(error), error)
+            at = (message.id, message.topic, message.key, message.attempt)
+            self._tell(events.PublishFailed(*at, said, exception, count, self._terms.max_attempts))

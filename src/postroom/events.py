@@ -1,23 +1,29 @@
-"""What happened, as values: the one source of logs and metrics. None of them holds a payload."""
+"""What happened, as values: the one source of logs and metrics. None of them holds a payload or a header."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar, TypeAlias
+from typing import Final
 from uuid import UUID
+
+from .event import Event, Listener
+from .logs import log_event
+from .text import describe
 
 __all__ = [
     "AckFailed",
     "BreakerClosed",
     "BreakerOpened",
     "Claimed",
+    "ConsumerFailed",
     "ConsumerStarted",
     "ConsumerStopped",
     "DeadLettered",
     "Died",
+    "DispatcherFailed",
     "DuplicateSkipped",
     "Event",
     "Handled",
@@ -25,9 +31,12 @@ __all__ = [
     "InboxPurged",
     "LeaseLost",
     "Listener",
+    "ListenerFailed",
     "LoopStalled",
     "MessagesDelivered",
     "MessagesReleased",
+    "PartlyApplied",
+    "PublishFailed",
     "Purged",
     "Repaired",
     "Retried",
@@ -40,13 +49,8 @@ __all__ = [
     "log_event",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened; the class says what."""
-
-    level: ClassVar[int] = logging.DEBUG
-    text: ClassVar[str] = ""
+#: How many dead messages of one kind are logged one by one within a minute.
+DEAD_BURST: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ class Started(Event):
     """A dispatcher runs."""
 
     level = logging.INFO
-    text = "dispatcher started"
+    text = "dispatcher started: namespace=%(namespace)s worker=%(worker)s"
+    ends = "everything"
     worker: UUID
     namespace: str
 
@@ -64,24 +69,36 @@ class Stopped(Event):
     """A dispatcher ended; ``released`` of its claims were given back."""
 
     level = logging.INFO
-    text = "dispatcher stopped"
+    text = "dispatcher stopped: released=%(released)s worker=%(worker)s"
+    ends = "everything"
     worker: UUID
     released: int
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherFailed(Event):
+    """A dispatcher ends by an error that no retry can mend, which `Dispatcher.run` raises."""
+
+    level = logging.ERROR
+    text = "dispatcher failed: %(error)s"
+    worker: UUID
+    error: str
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed(Event):
     """Messages were leased."""
 
-    text = "messages claimed"
+    text = "messages claimed: %(count)s"
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class MessagesDelivered(Event):
-    """The broker confirmed messages, and the store knows it."""
+    """The broker confirmed messages, and the store has recorded it."""
 
-    text = "messages delivered"
+    text = "messages delivered: %(count)s"
     count: int
 
 
@@ -89,44 +106,67 @@ class MessagesDelivered(Event):
 class MessagesReleased(Event):
     """Messages were given back without an attempt."""
 
-    text = "messages released"
+    text = "messages released: %(count)s"
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Retried(Event):
-    """A delivery failed and will be tried again."""
+class PublishFailed(Event):
+    """A publisher raised an error, or reported that it failed; what follows from it is an event of its own.
+
+    If a publisher of batches fails as a whole, this is told once, of its first message.
+    """
 
     level = logging.WARNING
-    text = "delivery failed, will be tried again"
+    text = "delivery failed: %(subject)s: %(error)s"
+    message_id: UUID
+    topic: str
+    key: str | None
+    attempt: int
+    error: str
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
+    #: How many messages the failed call was about.
+    count: int = 1
+    max_attempts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retried(Event):
+    """A delivery failed and will be retried after ``delay``."""
+
+    text = "retrying in %(delay)s: %(subject)s: %(error)s"
     message_id: UUID
     topic: str
     attempt: int
     delay: timedelta
     error: str
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Died(Event):
-    """A message became dead: somebody must look at it."""
+    """A message became dead: it will not be delivered unless an operator redrives it."""
 
     level = logging.ERROR
-    text = "message is dead"
+    text = "%(subject)s is dead: %(error)s"
+    burst = DEAD_BURST
     message_id: UUID
     topic: str
     attempt: int
     error: str
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost(Event):
-    """Somebody else holds a claim now; what this dispatcher found out about it was not recorded."""
+    """Another worker holds a claim now; what this dispatcher found out about it was not recorded."""
 
     level = logging.WARNING
-    text = "lease lost"
+    text = "lease lost: %(subject)s: another worker has claimed the message, so its outcome was not recorded"
     message_id: UUID
     topic: str
     token: int
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +174,10 @@ class BreakerOpened(Event):
     """A destination, or the part of it that the messages of one key go to, is down; its messages wait."""
 
     level = logging.WARNING
-    text = "destination is down, waiting"
+    text = "destination %(destination)s is down: %(error)s; its messages wait"
     destination: str
     error: str
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,26 +185,30 @@ class BreakerClosed(Event):
     """A destination works again, or no message waits for it any more."""
 
     level = logging.INFO
-    text = "destination works again"
+    text = "destination %(destination)s is up again"
+    ends = "place"
     destination: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFailed(Event):
-    """A call to the store failed and will be made again."""
+    """A call to the store failed and will be retried after ``delay``."""
 
     level = logging.WARNING
-    text = "store call failed, will be tried again"
+    text = "store call '%(operation)s' failed (attempt %(attempt)s), retrying in %(delay)s: %(error)s"
     operation: str
     error: str
+    attempt: int = 1
+    delay: timedelta = timedelta(0)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRecovered(Event):
-    """The store answers again."""
+    """A call to the store succeeded after it had failed."""
 
     level = logging.INFO
-    text = "store answers again"
+    text = "store call '%(operation)s' succeeds again"
+    ends = "place"
     operation: str
 
 
@@ -172,7 +217,7 @@ class LoopStalled(Event):
     """The event loop stood still, so leases may have run out: something blocks it."""
 
     level = logging.WARNING
-    text = "event loop was blocked"
+    text = "event loop was blocked for %(duration)s, so leases may have expired; move blocking calls to a thread"
     duration: timedelta
 
 
@@ -181,7 +226,7 @@ class Swept(Event):
     """Messages without an attempt left were made dead."""
 
     level = logging.ERROR
-    text = "messages ran out of attempts and are dead"
+    text = "messages dead because their last attempt ended without an outcome: %(count)s"
     count: int
 
 
@@ -190,7 +235,7 @@ class Repaired(Event):
     """A store found indexes that did not agree with its messages, and mended them; that should never happen."""
 
     level = logging.ERROR
-    text = "the store mended indexes that a failed script had left behind"
+    text = "index entries repaired that did not match their messages: %(count)s; check the log of the server"
     count: int
 
 
@@ -198,7 +243,7 @@ class Repaired(Event):
 class Purged(Event):
     """Delivered messages past their retention were deleted."""
 
-    text = "delivered messages purged"
+    text = "delivered messages purged: %(count)s"
     count: int
 
 
@@ -207,7 +252,8 @@ class ConsumerStarted(Event):
     """A consumer runs."""
 
     level = logging.INFO
-    text = "consumer started"
+    text = "consumer started: types=%(types)s"
+    ends = "everything"
     types: tuple[str, ...]
 
 
@@ -216,70 +262,95 @@ class ConsumerStopped(Event):
     """A consumer ended; ``released`` of its deliveries were given back."""
 
     level = logging.INFO
-    text = "consumer stopped"
+    text = "consumer stopped: released=%(released)s"
+    ends = "everything"
     released: int
 
 
 @dataclass(frozen=True, slots=True)
-class Handled(Event):
-    """A handler ended well."""
+class ConsumerFailed(Event):
+    """A consumer ends by an error that is not one of a message, which `Consumer.run` raises."""
 
-    text = "message handled"
+    level = logging.ERROR
+    text = "consumer failed: %(error)s"
+    error: str
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Handled(Event):
+    """A handler returned without an error."""
+
+    text = "handled in %(duration)s: %(subject)s"
     message_id: UUID
     type: str
     duration: timedelta
+    topic: str = ""
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HandlingFailed(Event):
-    """A handler failed, and the message will come again."""
+    """A handler failed, and the message will be redelivered."""
 
     level = logging.WARNING
-    text = "handling failed, the message will come again"
+    text = "handling failed: %(subject)s: %(error)s"
     message_id: UUID
     type: str
     attempt: int
     error: str
+    topic: str = ""
+    key: str | None = None
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class DuplicateSkipped(Event):
-    """A message that its consumer has handled before came again, and was acknowledged."""
+    """A message that its consumer has handled before was delivered again, and was acknowledged."""
 
-    text = "duplicate skipped"
+    text = "duplicate skipped by consumer %(consumer)s: %(subject)s"
     consumer: str
     message_id: UUID
     type: str
+    topic: str = ""
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLettered(Event):
-    """A message was put aside for good: somebody must look at it."""
+    """A consumer gave a message up: it will not be handled unless an operator redrives it."""
 
     level = logging.ERROR
-    text = "message is in the dead letters"
+    text = "%(subject)s was dead-lettered: %(error)s"
+    burst = DEAD_BURST
     message_id: UUID
     type: str
     attempt: int
     error: str
+    topic: str = ""
+    key: str | None = None
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class AckFailed(Event):
-    """What became of a message could not be told to the broker: it will come again."""
+    """The broker did not record the outcome of a message, so it will be redelivered."""
 
     level = logging.WARNING
-    text = "acknowledgement failed, the message will come again"
+    text = "acknowledgement failed, the message will be redelivered: %(subject)s: %(error)s"
     message_id: UUID
     type: str
     error: str
+    topic: str = ""
+    key: str | None = None
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class InboxPurged(Event):
     """Inbox rows past their retention were deleted."""
 
-    text = "inbox rows purged"
+    text = "inbox rows purged: %(count)s of consumer %(consumer)s"
     consumer: str
     count: int
 
@@ -289,21 +360,21 @@ class PartlyApplied(Event):
     """A transaction was applied in part, which only a person can put right; its message is in quarantine."""
 
     level = logging.ERROR
-    text = "a transaction was applied in part, the message is in quarantine"
+    text = "transaction %(mark)s was applied in part and its message is in quarantine: %(error)s"
     mark: str
     error: str
 
 
-#: Is told every event, in the event loop: it must return quickly.
-Listener: TypeAlias = Callable[[Event], None]
+@dataclass(frozen=True, slots=True)
+class ListenerFailed(Event):
+    """A listener raised an error; it is logged, whatever the listener is."""
 
-_logger = logging.getLogger("postroom")
-
-
-def log_event(event: Event) -> None:
-    """Write an event to the log ``postroom``, its fields as extra attributes."""
-    if _logger.isEnabledFor(event.level):
-        _logger.log(event.level, event.text, extra={f"postroom_{name}": value for name, value in asdict(event).items()})
+    level = logging.WARNING
+    text = "a listener failed on %(about)s: %(error)s"
+    #: The name of the event that the listener was called with.
+    about: str
+    error: str
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 def guarded(listener: Listener) -> Listener:
@@ -314,7 +385,8 @@ def guarded(listener: Listener) -> Listener:
             listener(event)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:
-            _logger.exception("a listener failed")
+        except BaseException as error:  # noqa: BLE001 -- whatever a listener raises is logged
+            with suppress(Exception):  # a filter of the log may be what failed
+                log_event(ListenerFailed(type(event).__name__, describe(error), error))
 
     return tell

@@ -32,7 +32,7 @@ async def persist(
 ) -> T | None:
     """Make a call until it succeeds, and return its result; or None once ``until`` is set.
 
-    Survives errors of the kind ``only`` and calls that take longer than ``deadline`` seconds, and tells of them.
+    Survives errors of the kind ``only`` and calls that take longer than ``deadline`` seconds; each is an event.
     """
     never = asyncio.Event()
     survived: tuple[type[Exception], ...] = (TimeoutError, *(only if isinstance(only, tuple) else (only,)))
@@ -43,9 +43,12 @@ async def persist(
                 result = await call()
         except survived as error:
             failures += 1
-            tell(events.StoreFailed(operation, describe(error)))
+            delay = _BACKOFF(failures)
+            is_late = deadline is not None and not str(error)
+            said = f"TimeoutError: no answer within {deadline:g} s" if is_late else describe(error)
+            tell(events.StoreFailed(operation, said, failures, delay))
             with suppress(TimeoutError):
-                async with asyncio.timeout(_BACKOFF(failures).total_seconds()):
+                async with asyncio.timeout(delay.total_seconds()):
                     await (until or never).wait()
         else:
             if failures:

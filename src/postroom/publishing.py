@@ -17,12 +17,11 @@ from .message import Message
 from .retry import Delay
 from .slots import UnprovenSlots
 from .store import Claim, Delivered, Outcome, Release, Retry, Settlement
-from .verdict import judge
+from .verdict import NO_ANSWER, judge
 
 __all__ = ["Policy", "Publishing", "Run"]
 
 UNREACHABLE = "the publisher answered that the destination is down"
-NO_ANSWER = "no answer came in time"
 #: How many messages travel alone at the same time, and how many are remembered that have to.
 MAX_ALONE = 32
 MAX_SUSPECTS = 10_000
@@ -73,6 +72,8 @@ class Publishing:
         #: What the publisher raised to end the program, and what is called then.
         self.interruption: BaseException | None = None
         self.on_interruption: Callable[[], None] = lambda: None
+        #: Called with a message that was not delivered, with why, and with how many others failed for the same reason.
+        self.on_failure: Callable[[Message, BaseException | str, int], None] = lambda _message, _error, _count: None
         #: Whether a message that is given back says that its destination is down; a reader may do so at any time.
         self.releases_are_outages: bool = True
         self.slots: UnprovenSlots = UnprovenSlots(
@@ -264,6 +265,7 @@ class Publishing:
         began: float,
     ) -> Sequence[Outcome]:
         """Settle claims by what was answered, and take note of what that says about their destinations."""
+        self._report(claims, answers, error)
         if isinstance(error, INTERRUPTS):
             self._end_program(error)
             outcomes: list[Outcome] = [Release()] * len(claims)
@@ -273,6 +275,15 @@ class Publishing:
             outcomes = self._judge(claims, answers, error, began)
         self._custody.settle(list(map(Settlement, claims, outcomes)))
         return outcomes
+
+    def _report(self, claims: Sequence[Claim], answers: Sequence[Outcome | None], error: BaseException | None) -> None:
+        """Report once what was raised, or what was answered of each message that failed."""
+        if error is not None:
+            self.on_failure(claims[0].message, error, len(claims))
+            return
+        for claim, answer in zip(claims, answers, strict=True):
+            if answer is None or isinstance(answer, Retry):
+                self.on_failure(claim.message, NO_ANSWER if answer is None else str(answer.error), 1)
 
     def _end_program(self, error: BaseException) -> None:
         self.interruption = error
@@ -330,10 +341,7 @@ class Publishing:
         """Have messages wait for their destination, unless the publisher said for how long."""
         if not down:
             return
-        if error is None:
-            why = UNREACHABLE
-        else:
-            why = NO_ANSWER if isinstance(error, TimeoutError | asyncio.CancelledError) else describe(error)
+        why = UNREACHABLE if error is None else describe(error)
         names = self._breakers.fail([messages[index] for index in down], why)
         for index, name in zip(down, names, strict=True):
             if outcomes[index] == Release():
@@ -351,6 +359,8 @@ class Publishing:
             self._end_program(error)
             self._release(left)
             return
+        if left:
+            self.on_failure(left[0].message, error, len(left))
         messages = [claim.message for claim in left]
         failed = [Retry(describe(error))] * len(left)
         policy = self._policy

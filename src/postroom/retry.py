@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Literal, TypeAlias
 
 from .errors import ConfigurationError
+from .text import describe
 
 __all__ = ["Backoff", "Breaker", "Delay", "guarded"]
 
@@ -92,7 +93,7 @@ class Breaker:
 
 
 def guarded(delay: Delay) -> Delay:
-    """Return a delay that never raises: where yours fails, the usual one counts, and the log says so."""
+    """Return a delay that never raises: where yours fails, the default is used, and the log says so."""
 
     def wait(attempts: int) -> timedelta:
         try:
@@ -101,8 +102,9 @@ def guarded(delay: Delay) -> Delay:
                 return answer
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:
-            _logger.exception("the backoff function failed; the usual backoff is used")
+        except BaseException as error:
+            said = describe(error)  # for those who read the message alone
+            _logger.exception("the backoff function failed, so the default backoff is used: %s", said)
         return Backoff()(attempts)
 
     return wait

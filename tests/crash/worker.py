@@ -103,7 +103,7 @@ class Journal:
         os.write(self._file, f"{line}\n".encode())
 
     def listen(self, event: events.Event) -> None:
-        self.write(type(event).__name__, **asdict(event))
+        self.write(type(event).__name__, **event.as_dict())
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         for message in messages:

@@ -10,6 +10,7 @@ from typing import IO, Any
 import click
 
 from ..errors import ConfigurationError, PostroomError
+from ..text import printable
 from .demo import demo
 from .dispatch import dispatch
 from .schema import schema
@@ -19,12 +20,12 @@ __all__ = ["app"]
 
 
 class Failure(click.ClickException):
-    """An error of postroom, told in one line with what to do about it."""
+    """An error of postroom, printed in one line with what to do about it."""
 
     exit_code = 1
 
     def __init__(self, error: PostroomError) -> None:
-        super().__init__(" ".join(str(error).split()) or type(error).__name__)
+        super().__init__(printable(" ".join(str(error).split())) or type(error).__name__)
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the line."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TextIO
 from uuid import UUID
@@ -18,12 +17,14 @@ import click
 
 from .. import brokers, events
 from ..brokers import LinesBroker, MemoryBroker
+from ..collapse import Repeats
 from ..dispatcher import Dispatcher
 from ..errors import BrokerError, ConfigurationError
+from ..logs import Collapsed, summed_up
 from ..retry import Backoff
 from ..store import Store
 from ..stores.sql.store import WEEK
-from .options import Duration, StoreOptions, derived_options, option, run, show_duration, store_options
+from .options import Duration, StoreOptions, as_line, derived_options, option, run, show_duration, store_options
 
 __all__ = ["EventLog", "dispatch"]
 
@@ -41,7 +42,7 @@ LAST_SECOND = 1.0
 )
 @derived_options(
     Dispatcher.__init__,
-    leave_out=("concurrency", "backoff", "outage_backoff", "worker", "listener"),
+    leave_out=("concurrency", "destination", "backoff", "outage_backoff", "worker", "listener"),
 )
 @option("--backoff-base", type=Duration(), default=show_duration(Backoff().base), help="The wait after one failure.")
 @option("--backoff-max", type=Duration(), default=show_duration(Backoff().max), help="What doubling waits end at.")
@@ -106,35 +107,39 @@ def dispatch(  # noqa: PLR0913 -- one for each option
 
 @dataclass(frozen=True, slots=True)
 class _Signalled(events.Event):
-    """Somebody wants the process to end."""
+    """The process was sent a signal to end."""
 
     level = logging.INFO
-    text = "stopping, a second signal ends at once"
+    text = "stopping on %(signal)s; a second signal ends the process at once"
     signal: str
 
 
 class EventLog:
-    """Writes events as lines of text or JSON."""
+    """Writes events as lines of text or JSON; unless each is wanted, repeated failures of one kind as one a minute."""
 
     def __init__(self, stream: TextIO, *, as_json: bool, level: int) -> None:
         self._stream = stream
         self._as_json = as_json
         self._level = level
+        self._listen = self._write if level <= logging.DEBUG else Collapsed(self._write)
 
     def __call__(self, event: events.Event) -> None:
-        """Write one line."""
-        if event.level < self._level:
-            return
+        """Write one line, or count a repeat."""
+        if event.level >= self._level:
+            self._listen(event)
+
+    def _write(self, event: events.Event, repeats: Repeats[events.Event] | None = None) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         level = logging.getLevelName(event.level).lower()
-        fields = {name: _plain(value) for name, value in asdict(event).items()}
+        text = str(event) if repeats is None else summed_up(str(event), repeats)
+        line = f"{now} {level} {text}"
         if self._as_json:
-            line = json.dumps(
-                {"time": now, "level": level, "event": type(event).__name__, "text": event.text, **fields}
+            fields = {name: _plain(value) for name, value in event.as_dict().items()}
+            repeated = {} if repeats is None else {"repeats": repeats.count}
+            line = as_line(
+                {"time": now, "level": level, "event": type(event).__name__, "text": text} | fields | repeated
             )
-        else:
-            line = " ".join([now, level, event.text, *(f"{name}={value}" for name, value in fields.items())])
-        with suppress(BrokenPipeError):  # nobody reads the log any more; messages go on
+        with suppress(BrokenPipeError):  # the reader of the log has gone; delivery goes on
             self._stream.write(f"{line}\n")
             self._stream.flush()
 

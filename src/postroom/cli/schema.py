@@ -17,6 +17,7 @@ from ..stores.sql.schema import EARLIER, STEP, VERSION, Schema
 from ..stores.sql.schemas.mysql import MySQLSchema
 from ..stores.sql.schemas.postgres import PostgresSchema
 from ..stores.sql.schemas.sqlite import SQLiteSchema
+from ..text import printable
 from .options import StoreOptions, as_json, echo_json, run, store_options, table_options
 
 __all__ = ["schema"]
@@ -51,7 +52,7 @@ def apply(store_options: StoreOptions, *, as_json: bool) -> None:
     if as_json:
         echo_json({"table": store_options.table, "version": VERSION, "step": STEP, "mended": mended})
     else:
-        click.echo("\n".join(_report(store_options.table, mended)))
+        click.echo("\n".join(map(printable, _report(store_options.table, mended))))
 
 
 async def _apply(options: StoreOptions) -> list[str]:
@@ -88,7 +89,9 @@ def check(store_options: StoreOptions, *, as_json: bool) -> None:
     if as_json:
         echo_json({"table": store_options.table, "version": VERSION, "step": STEP, "differences": differences})
     else:
-        click.echo("\n".join(_shown(differences)) or f"{store_options.table} is as version {_NEEDED} needs it")
+        click.echo(
+            "\n".join(map(printable, _shown(differences))) or f"{store_options.table} is as version {_NEEDED} needs it"
+        )
     sys.exit(1 if differences else 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -16,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ..store import Stats
-from .options import Duration, StoreOptions, as_json, run, store_options
+from .options import Duration, StoreOptions, as_json, echo_json, run, store_options
 
 __all__ = ["show_age", "show_count", "stats_table", "status"]
 
@@ -46,7 +45,7 @@ async def _show(options: StoreOptions, interval: timedelta | None, *, as_json: b
     console = Console()
     if as_json:
         async for stats in _readings(options, interval):
-            click.echo(json.dumps(_as_dict(options.namespace, stats)))
+            echo_json(_as_dict(options.namespace, stats))
     elif interval is None or not console.is_terminal:
         async for stats in _readings(options, interval):
             click.echo(_as_text(stats, " " if interval else "\n"))

@@ -66,12 +66,13 @@ class DeadLetterMiddleware:
             is_spent = message.attempt >= self._max_attempts and not is_outage(error)
             if not is_hopeless(error) and not is_spent:
                 raise
-            return await self._bury(message, describe(error))
+            return await self._bury(message, describe(error), error)
 
-    async def _bury(self, message: Message, error: str) -> Sequence[Message]:
+    async def _bury(self, message: Message, error: str, raised: Exception | None = None) -> Sequence[Message]:
         with no_fault_of_the_message():
             await self._letters.bury(message, error)
-        self._tell(events.DeadLettered(message.id, message.type, message.attempt, error))
+        at = (message.id, message.type, message.attempt)
+        self._tell(events.DeadLettered(*at, error, message.topic, message.key, raised))
         return NOTHING
 
 

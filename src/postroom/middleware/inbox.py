@@ -59,7 +59,8 @@ class InboxMiddleware:
         return outputs
 
     def _skip(self, message: Message) -> None:
-        self._tell(events.DuplicateSkipped(self.inbox.consumer, message.id, message.type))
+        at = (message.id, message.type, message.topic, message.key)
+        self._tell(events.DuplicateSkipped(self.inbox.consumer, *at))
 
 
 async def purge_forever(inbox: Inbox, transactions: Transactions, tell: events.Listener, *, every: timedelta) -> None:

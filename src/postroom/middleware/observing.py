@@ -12,6 +12,7 @@ from .. import events
 from ..broker import describe
 from ..errors import PostroomError
 from ..message import Message
+from ..text import labelled
 from .chain import Next
 
 __all__ = ["EventsMiddleware", "HandlerCrashedError", "LogMiddleware", "RecoverMiddleware"]
@@ -38,7 +39,7 @@ class RecoverMiddleware:
 
 
 class LogMiddleware:
-    """Writes to the log ``postroom`` what was handled, how long it took and how it ended; never a payload."""
+    """Logs what was handled, how long it took and how it ended, under the name ``postroom``; never a payload."""
 
     def __init__(self, *, level: int = logging.INFO) -> None:
         self._level = level
@@ -49,21 +50,18 @@ class LogMiddleware:
         began, ended = time.monotonic(), ""
         try:
             outputs = await call_next(message)
-            ended = f"returned {len(outputs)} messages"
+            ended = f"handler returned {len(outputs)} messages"
         except BaseException as error:
-            ended = f"failed with {type(error).__name__}"  # its text may quote the payload
+            ended = f"handler failed with {type(error).__name__}"  # its text may quote the payload
             raise
         finally:
             took = time.monotonic() - began
-            extra = {"postroom_message_id": message.id, "postroom_duration": took}
+            fields = {"topic": message.topic, "type": message.type, "key": message.key, "attempt": message.attempt}
+            subject = " ".join(labelled(name, value) for name, value in fields.items() if value is not None)
+            extra: dict[str, object] = {f"postroom_{name}": value for name, value in fields.items()}
+            extra |= {"postroom_message_id": message.id, "postroom_duration": took}
             self._logger.log(
-                self._level,
-                "handler of %r, message %s: %s after %.3f s",
-                message.type,
-                message.id,
-                ended,
-                took,
-                extra=extra,
+                self._level, "message %s %s: %s after %.3f s", message.id, subject, ended, took, extra=extra
             )
         return outputs
 
@@ -83,7 +81,9 @@ class EventsMiddleware:
         try:
             outputs = await call_next(message)
         except Exception as error:
-            self._tell(events.HandlingFailed(message.id, message.type, message.attempt, describe(error)))
+            at = (message.id, message.type, message.attempt)
+            self._tell(events.HandlingFailed(*at, describe(error), message.topic, message.key, error))
             raise
-        self._tell(events.Handled(message.id, message.type, timedelta(seconds=time.monotonic() - began)))
+        took = timedelta(seconds=time.monotonic() - began)
+        self._tell(events.Handled(message.id, message.type, took, message.topic, message.key))
         return outputs

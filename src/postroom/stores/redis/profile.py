@@ -110,8 +110,10 @@ class Assurance:
         checked = await check_profile(self._client, self._profile, prefix=self._prefix, replicas=self._replicas)
         if self._profile == "volatile" and not self._has_begun:
             _logger.warning(
-                "messages may be lost with the server, since the profile is volatile",
-                extra={"place": self._client.place, "prefix": self._prefix},
+                "messages in %s under %s may be lost with the server, since the profile is volatile",
+                self._client.place,
+                self._prefix,
+                extra={"postroom_place": self._client.place, "postroom_prefix": self._prefix},
             )
         self._checked, self._has_begun = checked, True
         return checked
@@ -180,8 +182,15 @@ async def check_profile(client: Client, profile: Profile, *, prefix: str, replic
     checked = _checked(profile, facts, replicas)
     if "CONFIG" not in facts:
         _logger.warning(
-            "the server does not tell its settings (CONFIG GET); what INFO does not tell either is taken on trust",
-            extra={"place": client.place, "profile": profile, "unseen": checked.unseen},
+            "%s does not show its settings (CONFIG GET), so profile %s could not be checked in full; unchecked: %s",
+            client.place,
+            profile,
+            ", ".join(checked.unseen),
+            extra={
+                "postroom_place": client.place,
+                "postroom_profile": profile,
+                "postroom_unseen": checked.unseen,
+            },
         )
     return checked
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 from ...errors import PostroomError, StoreError, StoreTimeoutError, StoreUnavailableError
+from ...text import without_rows
 from .errors import ADVICE
 from .statement import Result, Script, Statement, run_async
 from .transactions.block import Link, SQLTransactions
@@ -178,12 +179,13 @@ class NetworkDriver(ABC, Generic[C]):
         return kind(f"{said}; {ADVICE[kind]}" if kind in ADVICE else said)
 
     def _scrubbed(self, text: str) -> str:
+        text = without_rows(text)
         for secret in self._place.secrets:
             text = text.replace(secret, "***")
         return text
 
     def _cause(self, error: Exception) -> Exception | None:
-        """Return what may be chained to an error of ours: nothing that holds the password."""
+        """Return what may be chained to an error of ours: nothing that holds the password or a row."""
         return error if self._scrubbed(str(error)) == str(error) else None
 
     def transactions(self, *, timeout: timedelta) -> SQLTransactions:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+from ....text import describe
+
 __all__ = ["Wake", "hint", "hint_after_commit"]
 
 # Sessions of other libraries have no type that could be named without importing them.
@@ -21,8 +23,9 @@ def hint(wake: Wake) -> None:
     """Call ``wake``; a hint that fails costs latency, and must not look like a commit that failed."""
     try:
         wake()
-    except Exception:
-        _logger.exception("the wake-up after a commit failed; polling will find the messages")
+    except Exception as error:
+        said = describe(error)  # for those who read the message alone
+        _logger.exception("the wake-up after a commit failed; polling will find the messages: %s", said)
 
 
 def hint_after_commit(session: Foreign, wake: Wake) -> None:
