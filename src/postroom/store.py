@@ -144,7 +144,7 @@ class Features:
     ordered: bool = True
     #: A message whose id or dedupe key is there is not added again.
     dedupes: bool = True
-    #: A message that is released with a destination waits for `Store.unpark`; without it, for a delay.
+    #: A message can be parked for a destination; without it `Release` with a destination is a plain `Release`.
     parks: bool = True
 
 
