@@ -64,12 +64,6 @@ class Recorded:
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         return await self._store.settle(settlements)
 
-    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
-        return await self._store.parked(after=after, limit=limit)
-
-    async def unpark(self, destination: str, limit: int) -> int:
-        return await self._store.unpark(destination, limit)
-
     async def _settled(self, settlements: Sequence[Settlement]) -> list[Claim]:
         call = next(self._calls)
         wanted = [(*_named(one.claim), type(one.outcome).__name__.lower()) for one in settlements]
@@ -94,6 +88,12 @@ class Recorded:
         if dead:
             self._history.write("sweep", "ok", count=dead)
         return dead
+
+    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
+        return await self._store.parked(after=after, limit=limit)
+
+    async def unpark(self, destination: str, limit: int) -> int:
+        return await self._store.unpark(destination, limit)
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         return await self._store.purge(older_than=older_than, limit=limit)

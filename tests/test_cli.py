@@ -124,7 +124,7 @@ def test_each_keyword_of_the_dispatcher_is_an_option_with_its_default() -> None:
     derived = {name for name in keywords if name in options and name != "store"}
     assert set(keywords) - derived == {
         *("self", "store", "publisher"),
-        *("concurrency", "backoff", "outage_backoff", "worker", "listener"),  # of use in Python only
+        *("concurrency", "backoff", "outage_backoff", "destination", "worker", "listener"),  # of use in Python only
     }
     for name in derived:
         default = keywords[name].default

@@ -17,8 +17,9 @@ from .store import Claim, ClaimTerms, Store
 
 __all__ = ["Claimed", "Claiming"]
 
-#: How small a part of a batch is claimed while most of it has to wait.
+#: How small a part of a batch is claimed while most of it has to wait, and how few messages at the least.
 CLOGGED_SHARE = 32
+CLOGGED_LEAST = 10
 
 
 class Claimed(NamedTuple):
@@ -86,7 +87,7 @@ class Claiming:
         """
         is_clogged = len(claimed.claims) > 2 * sent
         self._is_clogged = is_clogged or (self._is_clogged and claimed.newest_first)
-        smallest = max(self._batch // CLOGGED_SHARE, 1)
+        smallest = max(self._batch // CLOGGED_SHARE, min(self._batch, CLOGGED_LEAST))
         self._clogged_batch = smallest if is_clogged else min(self._clogged_batch * 2, self._batch)
 
     async def _claim(self) -> Claimed:

@@ -45,8 +45,12 @@ class UnprovenSlots:
         now = time.monotonic()
         for name in [name for name, until in self._invited.items() if until < now]:
             del self._invited[name]
-        taken = len(self._lanes) + len(self._invited)
-        return taken < self._slots and self._members < self._max_members and now >= self._next
+        return self._has_slot() and self._members < self._max_members and now >= self._next
+
+    def _has_slot(self) -> bool:
+        """Tell whether a slot is neither used nor kept for a destination that has none yet."""
+        kept = sum(not lane.used for lane in self._lanes.values()) + len(self._invited)
+        return self._used + kept < self._slots
 
     def invite(self, destination: str) -> None:
         """Keep room for a destination whose messages are about to come."""
@@ -81,7 +85,7 @@ class UnprovenSlots:
     async def acquire(self, destination: str) -> bool:
         """Wait for a slot, or until the destination needs none any more; tell whether a slot was taken."""
         lane = self._lanes[destination]
-        if not lane.used or (lane.used < FOR_ONE and self._used < self._slots):
+        if not lane.used or (lane.used < FOR_ONE and self._has_slot()):
             lane.used += 1
             self._used += 1
             return True

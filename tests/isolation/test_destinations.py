@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from postroom import Backoff, Claim, ClaimTerms, Delivered, Dispatcher, Message, Outbox, Outcome, Publisher, Release
+from postroom import (
+    Backoff,
+    Claim,
+    ClaimTerms,
+    Delivered,
+    Dispatcher,
+    Message,
+    Outbox,
+    Outcome,
+    Publisher,
+    Release,
+    Settlement,
+)
 from postroom import events as ev
 from postroom.broker import Send
+from postroom.destination import Naming
 from postroom.errors import BrokerUnavailableError
+from postroom.store import MAX_DESTINATION, Features
 from postroom.stores import MemoryStore
 from postroom.testing.waiting import until
 
@@ -173,3 +192,271 @@ async def test_an_outage_is_reported_with_its_cause() -> None:
     [opened] = office.of(ev.BreakerOpened)
     assert isinstance(opened, ev.BreakerOpened)
     assert "name of the host not found" in opened.error
+
+
+QUICK = Backoff(base=MS, max=10 * MS)
+
+
+async def test_a_destination_that_is_down_costs_a_few_calls_and_not_one_for_each_message() -> None:
+    """What was claimed together with the messages that failed is parked without being sent."""
+    office = Office()
+    office.add(500, topic="down")
+    async with office.running(office.function(refuses(lambda _: True), nothing)):
+        await until(lambda: len(office.store.rows.parked) > 0, "messages being parked", within=LONG)
+        await until(lambda: office.statuses() == ["pending"] * 500, "everything being given back", within=LONG)
+
+    assert 3 <= len(office.sent) <= 6
+    assert {row.message.attempt for row in office.store.rows} == {0}
+    assert sum(row.destination == "down" for row in office.store.rows) >= 494
+
+
+async def test_after_a_failed_probe_a_different_message_is_the_next() -> None:
+    """One that can never be sent does not stand for its destination."""
+    office = Office()
+    office.add(6, topic="down")
+    async with office.running(office.function(refuses(lambda _: True), nothing), outage_backoff=QUICK):
+        await until(lambda: len(office.sent) > 20, "a number of probes", within=LONG)
+
+    probes = [message.id for message in office.sent[3:]]
+    assert len(set(probes)) >= 4  # the others wait for a part of the destination, which is down as a whole
+    assert all(one != other for one, other in itertools.pairwise(probes))
+
+
+async def test_there_are_at_most_twenty_probes_a_second() -> None:
+    """However many destinations are down, and however short their pause."""
+    office, times = Office(), list[float]()
+
+    async def send(message: Message) -> None:
+        office.sent.append(message)
+        times.append(time.monotonic())
+        raise BrokerUnavailableError("connection refused")
+
+    for number in range(40):
+        office.add(topic=f"down {number}")
+    async with office.running(send, outage_backoff=QUICK):
+        await until(lambda: len(times) >= 40 + 60, "sixty probes", within=LONG)
+
+    probes = times[40:]
+    assert len(probes) <= 20 * (probes[-1] - probes[0]) + 2
+
+
+async def parked(store: MemoryStore, destination: str, limit: int = 100) -> None:
+    """Leave messages behind as a dispatcher does that has ended."""
+    claims = await store.claim(limit, ClaimTerms(worker=uuid4()))
+    await store.settle([Settlement(claim, Release(destination=destination)) for claim in claims])
+
+
+@pytest.mark.parametrize("name", ["t", "t\x1fkey", "a name that nothing leads to any more"])
+async def test_what_another_dispatcher_parked_is_delivered(name: str) -> None:
+    office = Office()
+    office.add(20)
+    await parked(office.store, name)
+    async with office.running(office.function(taken, nothing)):
+        await office.until_delivered(20)
+
+
+async def test_a_run_until_idle_tries_what_is_parked() -> None:
+    office = Office()
+    office.add(20)
+    await parked(office.store, "t")
+    await Dispatcher(office.store, office.function(taken, nothing)).run(until_idle=True)
+
+    assert office.statuses() == ["delivered"] * 20
+
+
+async def test_a_run_until_idle_ends_while_a_destination_is_down() -> None:
+    office = Office()
+    office.add(20, topic="down")
+    office.add(20, topic="up")
+    async with asyncio.timeout(60):
+        await Dispatcher(
+            office.store,
+            office.function(refuses(lambda message: message.topic == "down"), nothing),
+            outage_backoff=NEVER,
+        ).run(until_idle=True)
+
+    assert office.statuses(lambda message: message.topic == "up") == ["delivered"] * 20
+
+
+class Webhooks:
+    """A publisher that names the host of each message."""
+
+    def __init__(self, office: Office) -> None:
+        self._office = office
+
+    def destination(self, message: Message) -> str:
+        return message.payload.decode()
+
+    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        self._office.sent += messages
+        return [Release() if message.payload == b"down.example" else Delivered() for message in messages]
+
+
+@pytest.mark.parametrize("shape", ["publisher", "function"])
+async def test_a_publisher_may_name_the_destination_of_a_message(shape: str) -> None:
+    """Messages of one topic go to several hosts, of which one is down."""
+    office = Office()
+    webhooks = Webhooks(office)
+
+    async def send(message: Message) -> Outcome | None:
+        return (await webhooks.publish([message]))[0]
+
+    office.add(10, payload=b"down.example")
+    options = {"destination": webhooks.destination} if shape == "function" else {}
+    async with office.running(webhooks if shape == "publisher" else send, **options):
+        await until(lambda: bool(office.of(ev.BreakerOpened)), "the outage", within=LONG)
+        office.add(30, payload=b"up.example")
+        await office.until_delivered(30)
+
+    assert {row.destination for row in office.store.rows if row.status == "pending"} >= {"down.example"}
+    assert any(isinstance(event, ev.BreakerOpened) and event.destination == "down.example" for event in office.events)
+
+
+@pytest.mark.parametrize("name", ["x" * 201, "x" * 5000, "with\nnewline", "\ud800", "nul\x00"])
+def test_a_name_that_a_store_could_not_keep_is_shortened(name: str) -> None:
+    naming = Naming(lambda _: name)
+    message = Message(topic="t", payload=b"", key="k" * 255)
+
+    assert len(naming.destination(message)) <= MAX_DESTINATION
+    assert naming.destination(message).isprintable()
+    assert naming.destination(message) == naming.destination(message)
+    assert naming.destination(message) != Naming(lambda _: name + "!").destination(message)
+    assert len(naming.part(message)) <= MAX_DESTINATION
+    assert naming.part(message) != naming.part(replace(message, key="k" * 254))
+
+
+@pytest.mark.parametrize("named", [None, "", 5])
+def test_a_name_that_is_none_is_replaced_by_the_topic(named: Any, caplog: pytest.LogCaptureFixture) -> None:  # noqa: ANN401
+    assert Naming(lambda _: named).destination(Message(topic="orders", payload=b"")) == "orders"
+    assert "destination() must return" in caplog.text
+
+
+async def test_destinations_that_hang_from_the_start_leave_room_for_others() -> None:
+    """Those that have never answered share half of the calls, so the other half is free."""
+    office, under_way, most = Office(), 0, 0
+
+    async def send(message: Message) -> None:
+        nonlocal under_way, most
+        if message.topic.startswith("hangs"):
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.Event().wait()
+
+    office.add(topic="works")
+    options = {"publish_timeout": 600 * SECOND, "lease": 1200 * SECOND, "shutdown_grace": MS}
+    async with office.running(send, concurrency=10, **options):
+        await office.until_delivered(1)
+        for number in range(100):
+            office.add(3, topic=f"hangs {number}")
+        await until(lambda: under_way > 0, "the first hanging", within=LONG)
+        office.add(50, topic="works")
+        await office.until_delivered(51)
+
+    assert most <= 5
+
+
+def most_recent(office: Office) -> set[str]:
+    """Return the topics of which a message was delivered."""
+    return {row.message.topic for row in office.store.rows if row.status == "delivered"}
+
+
+async def test_new_destinations_beyond_the_slots_are_tried_as_soon_as_there_is_room() -> None:
+    """A hundred healthy ones with room for one are all served."""
+    office = Office()
+    for number in range(100):
+        office.add(2, topic=f"new {number}")
+    async with office.running(office.function(taken, nothing), concurrency=2):
+        await office.until_delivered(200)
+
+
+async def test_a_message_that_hung_in_a_batch_travels_alone() -> None:
+    """It does not take the same neighbours, or others, with it again and again."""
+    office, calls = Office(), list[list[str | None]]()
+
+    class Broker:
+        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            calls.append([message.key for message in messages])
+            if any(message.key == "bad" for message in messages):
+                await asyncio.Event().wait()
+            return [Delivered()] * len(messages)
+
+    office.add(2, key="bad")
+    for number in range(5):
+        office.add(key=f"good {number}")
+    async with office.running(
+        Broker(), publish_timeout=200 * MS, outage_backoff=QUICK, backoff=QUICK, max_attempts=1000
+    ):
+        await office.until_delivered(5)
+        for number in range(5, 25):
+            office.add(key=f"good {number}")
+        await office.until_delivered(25)
+        await until(lambda: sum("bad" in keys for keys in calls) >= 3, "the bad one being tried again", within=LONG)
+
+    together = [keys for keys in calls if "bad" in keys and set(keys) != {"bad"}]
+    assert len(together) <= 1
+
+
+async def test_messages_behind_a_backlog_that_cannot_be_sent_are_found_at_once() -> None:
+    """Every other claim begins with the newest while most of what comes has to wait."""
+    store = Counting()
+    office = Office(store)
+    office.add(5000, topic="down")
+    async with office.running(office.function(refuses(lambda m: m.topic == "down"), nothing), batch=50):
+        await until(lambda: bool(office.of(ev.BreakerOpened)), "the outage", within=LONG)
+        office.add(topic="up")
+        seen = store.claims
+        await until(lambda: "up" in most_recent(office), "the message behind them", within=LONG)
+        needed = store.claims - seen
+
+    assert needed <= 200  # where 5000 rows are claimed ten at a time
+
+
+class Unparking(MemoryStore):
+    """A store that cannot park."""
+
+    features = Features(durable=False, parks=False)
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
+        assert all(getattr(one.outcome, "destination", None) is None for one in settlements)
+        return await super().settle(settlements)
+
+
+async def test_a_store_that_cannot_park_gives_messages_back_with_a_delay() -> None:
+    office, is_down = Office(Unparking()), True
+    office.add(30)
+    async with office.running(office.function(refuses(lambda _: is_down), nothing), outage_backoff=QUICK):
+        await until(lambda: len(office.sent) > 10, "a number of probes", within=LONG)
+        is_down = False
+        await office.until_delivered(30)
+
+    assert {row.message.attempt for row in office.store.rows} == {1}
+
+
+async def test_more_breakers_than_are_kept_lose_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is parked for a breaker that was forgotten is found in the store."""
+    monkeypatch.setattr("postroom.breakers.MAX_BREAKERS", 5)
+    monkeypatch.setattr("postroom.probing.WALK_EVERY", 0.05)
+    office, is_down = Office(), True
+    for number in range(30):
+        office.add(topic=f"down {number}")
+    async with office.running(office.function(refuses(lambda _: is_down), nothing), outage_backoff=QUICK):
+        await until(lambda: len(office.sent) >= 30, "all being tried", within=LONG)
+        is_down = False
+        await office.until_delivered(30)
+
+
+async def test_silence_is_judged_by_what_other_calls_heard_meanwhile() -> None:
+    """A key that hangs while other keys of its topic are answered has failed, and spends attempts."""
+    office = Office()
+
+    async def send(message: Message) -> None:
+        if message.key == "bad":
+            for number in range(3):
+                office.add(key=f"good {number}")
+            await asyncio.Event().wait()
+
+    office.add(key="bad")
+    async with office.running(send, publish_timeout=2 * SECOND):
+        await until(lambda: bool(office.of(ev.Retried)), "the failure being reported", within=LONG)
+
+    assert office.store.rows[0].message.attempt == 1

@@ -42,7 +42,7 @@ LAST_SECOND = 1.0
 )
 @derived_options(
     Dispatcher.__init__,
-    leave_out=("concurrency", "destination", "backoff", "outage_backoff", "worker", "listener"),
+    leave_out=("concurrency", "backoff", "outage_backoff", "destination", "worker", "listener"),
 )
 @option("--backoff-base", type=Duration(), default=show_duration(Backoff().base), help="The wait after one failure.")
 @option("--backoff-max", type=Duration(), default=show_duration(Backoff().max), help="What doubling waits end at.")
