@@ -42,6 +42,7 @@ PostroomError
 ├── StoreError                       the database; a dispatcher tries again by itself
 │   ├── StoreUnavailableError
 │   ├── StoreAuthenticationError
+│   ├── StorePermissionError         grant what is missing; dispatchers and consumers stop
 │   ├── StoreTimeoutError
 │   ├── StoreContentionError
 │   │   └── FencedError
@@ -107,6 +108,7 @@ __all__ = [
     "StoreAuthenticationError",
     "StoreContentionError",
     "StoreError",
+    "StorePermissionError",
     "StoreTimeoutError",
     "StoreUnavailableError",
     "TenantMismatchError",
@@ -434,6 +436,10 @@ class StoreUnavailableError(StoreError):
 
 class StoreAuthenticationError(StoreError):
     """The store refused the credentials; check user, password and database name."""
+
+
+class StorePermissionError(StoreError):
+    """The store refused a statement that its user may not run; grant what the message names."""
 
 
 class StoreTimeoutError(StoreError):
