@@ -18,6 +18,7 @@ from .errors import (
     CommitUnknownError,
     ConfigurationError,
     MessageBusyError,
+    StorePermissionError,
     StoreTimeoutError,
     is_hopeless,
     is_outage,
@@ -129,12 +130,14 @@ class Consumer:
     async def run(self) -> None:
         """Handle messages until `stop` is called, the subscriber ends or the task is cancelled.
 
-        When the subscriber or a middleware's service fails, handlers may end as after `stop`, and then that is raised.
+        When the subscriber or a middleware's service fails, or the store refuses a permission, handlers may end as
+        after `stop`, and then that is raised.
 
         Raises:
             AlreadyStartedError: It was run before.
             MiddlewareOrderError: Middlewares stand in an order in which they cannot keep their promises.
             ConfigurationError: The inbox forgets messages before the broker does.
+            StorePermissionError: The user of the store may not do what handling needs; its message was given back.
         """
         if self._started:
             raise AlreadyStartedError("a consumer runs once: run() was called")
@@ -329,6 +332,10 @@ class Consumer:
             failure = TimeoutError()  # something left a request to cancel behind, so the limit was not sure
         if work.is_expired and isinstance(failure, TimeoutError):
             failure = _late(work.phase, self._limit)
+        if isinstance(failure, StorePermissionError):
+            # It fails every message until it is granted, so that the consumer ends as it does for a wrong password.
+            self._crash = self._crash or failure
+            self._stop_reading()
         is_recorded = await self._settle(delivery, self._verdict(delivery.message, failure, is_ending=is_ending))
         if isinstance(failure, Exception) or (isinstance(failure, asyncio.CancelledError) and not is_ending):
             return is_recorded

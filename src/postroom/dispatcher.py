@@ -21,11 +21,13 @@ from .errors import (
     ConfigurationError,
     PublishUnknownError,
     StoreContentionError,
+    StorePermissionError,
     StoreTimeoutError,
     StoreUnavailableError,
+    first_leaf,
 )
 from .message import Message
-from .patience import call_in, persist
+from .patience import UPKEEP, call_in, persist
 from .retry import Backoff, Delay, guarded
 from .store import Claim, ClaimTerms, Dead, OnDead, Outcome, Release, Retry, Settlement, Store
 from .upkeep import purge_forever, repair_forever, sweep_forever
@@ -188,7 +190,9 @@ class Dispatcher:
                         sweep_forever(self._store, self._terms, self._tell, every=self._sweep_interval),
                         purge_forever(self._store, self._tell, every=self._cleanup_interval),
                         repair_forever(self._store, self._tell),
-                        persist("listen", lambda: self._store.listen(self.wake), self._tell, deadline=None),
+                        persist(
+                            "listen", partial(self._store.listen, self.wake), self._tell, only=UPKEEP, deadline=None
+                        ),
                     )
                 ]
                 try:
@@ -198,8 +202,16 @@ class Dispatcher:
                     released = await self._let_go()
                     for service in services:
                         service.cancel()
+        except BaseExceptionGroup as group:
+            denied = group.subgroup(StorePermissionError)
+            if denied is None:
+                raise
+            raise first_leaf(denied) from None
         finally:
             await self._end(released, opened=opened)
+
+    async def _listen(self) -> None:
+        await self._store.listen(self.wake)
 
     async def _end(self, released: int, *, opened: bool) -> None:
         try:

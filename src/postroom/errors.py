@@ -60,7 +60,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 from uuid import UUID
 
 __all__ = [
@@ -119,6 +119,9 @@ __all__ = [
     "UnknownURLError",
     "UnsupportedDatabaseError",
 ]
+
+
+E = TypeVar("E", bound=BaseException)
 
 
 class PostroomError(Exception):
@@ -516,6 +519,12 @@ def is_hopeless(error: BaseException) -> bool:
 def is_outage(error: BaseException) -> bool:
     """Tell whether an error says that the database was away, which is no fault of the message that was handled."""
     return isinstance(error, StoreError | CommitUnknownError) and error.is_outage
+
+
+def first_leaf(group: BaseExceptionGroup[E]) -> E:
+    """Return the first error of a group, and of the groups in it."""
+    first = group.exceptions[0]
+    return first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def shown(text: object) -> str:

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 from .. import events
 from ..deadline import off_the_clock
-from ..errors import AlreadyHandledError, InvalidMessageError, StoreError, TransactionError
+from ..errors import AlreadyHandledError, InvalidMessageError, TransactionError
 from ..inbox import CHUNK, Inbox
 from ..message import Message
-from ..patience import persist
+from ..patience import UPKEEP, persist
 from ..transaction import Transactions, required_transaction
 from .chain import NOTHING, Next
 from .layers import INBOX, TRANSACTION
@@ -73,7 +73,7 @@ async def purge_forever(inbox: Inbox, transactions: Transactions, tell: events.L
         total, count = 0, CHUNK
         while count == CHUNK:
             purge = partial(inbox.purge, transactions)
-            count = await persist("purge inbox", purge, tell, only=(StoreError, TransactionError)) or 0
+            count = await persist("purge inbox", purge, tell, only=(*UPKEEP, TransactionError)) or 0
             total += count
             await asyncio.sleep(0.01)
         if total:

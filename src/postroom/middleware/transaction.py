@@ -15,6 +15,7 @@ from ..errors import (
     ConfigurationError,
     StoreContentionError,
     StoreError,
+    StorePermissionError,
     StoreTimeoutError,
 )
 from ..inbox import Inbox
@@ -119,10 +120,10 @@ class TransactionMiddleware:
     ) -> bool:
         """Tell whether an error says nothing about the message.
 
-        What comes before its handler begins never does. A connection that is lost while it runs may be lost to an
-        outage, or to the message itself, which then loses it every time.
+        What comes before its handler begins never does, nor does a missing permission. A connection that is lost while
+        it runs may be lost to an outage, or to the message itself, which then loses it every time.
         """
-        if transaction is None or transaction.is_preparing:
+        if transaction is None or transaction.is_preparing or isinstance(error, StorePermissionError):
             return True
         if isinstance(error, StoreContentionError | StoreTimeoutError):
             return False
