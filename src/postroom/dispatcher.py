@@ -21,10 +21,9 @@ from .errors import (
     ConfigurationError,
     PublishUnknownError,
     StoreContentionError,
-    StorePermissionError,
     StoreTimeoutError,
     StoreUnavailableError,
-    first_leaf,
+    ungrouped,
 )
 from .message import Message
 from .patience import UPKEEP, call_in, persist
@@ -177,9 +176,12 @@ class Dispatcher:
         if self._loop is not None:
             raise ConfigurationError("a dispatcher runs once; make a new one to run again")
         self._loop = asyncio.get_running_loop()
-        released, opened = 0, False
+        released, opened = 0, None
         try:
-            opened = bool(await persist("open", self._store.open, self._tell, only=PASSING, until=self._stopping))
+            # None if it was stopped before the store could be reached.
+            opened = await persist("open", self._store.open, self._tell, only=PASSING, until=self._stopping)
+            if opened is None:
+                return
             async with asyncio.TaskGroup() as group:
                 self._tell(events.Started(self.worker, self._store.namespace))
                 services = [
@@ -203,22 +205,20 @@ class Dispatcher:
                     for service in services:
                         service.cancel()
         except BaseExceptionGroup as group:
-            denied = group.subgroup(StorePermissionError)
-            if denied is None:
-                raise
-            raise first_leaf(denied) from None
+            raise ungrouped(group) from None
         finally:
             await self._end(released, opened=opened)
 
     async def _listen(self) -> None:
         await self._store.listen(self.wake)
 
-    async def _end(self, released: int, *, opened: bool) -> None:
+    async def _end(self, released: int, *, opened: bool | None) -> None:
         try:
             if opened:
                 await self._store.close()
-        finally:  # cancelled or not: somebody may wait in stop()
-            self._tell(events.Stopped(self.worker, released))
+        finally:  # cancelled or not: a task may wait in stop()
+            if opened is not None:
+                self._tell(events.Stopped(self.worker, released))
             self._stopped.set()
 
     def wake(self) -> None:

@@ -60,7 +60,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 from uuid import UUID
 
 __all__ = [
@@ -119,9 +119,6 @@ __all__ = [
     "UnknownURLError",
     "UnsupportedDatabaseError",
 ]
-
-
-E = TypeVar("E", bound=BaseException)
 
 
 class PostroomError(Exception):
@@ -521,10 +518,12 @@ def is_outage(error: BaseException) -> bool:
     return isinstance(error, StoreError | CommitUnknownError) and error.is_outage
 
 
-def first_leaf(group: BaseExceptionGroup[E]) -> E:
-    """Return the first error of a group, and of the groups in it."""
-    first = group.exceptions[0]
-    return first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
+def ungrouped(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the missing permission that a group of errors holds, or else the group."""
+    error: BaseException = group.subgroup(StorePermissionError) or group
+    while isinstance(error, BaseExceptionGroup) and error is not group:
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    return error
 
 
 def shown(text: object) -> str:
