@@ -434,7 +434,7 @@ async def test_a_handler_that_is_too_slow_after_a_task_group_failed_is_late() ->
 
     outcomes, seen = await run_once(handler, timeout=10 * MS)
 
-    assert outcomes == [Retry("TimeoutError", DELAY)]
+    assert outcomes == [Retry("TimeoutError: the handler did not end within 0.01 s", DELAY)]
     assert len(seen.of(events.HandlingFailed)) == 1
 
 
@@ -495,7 +495,7 @@ async def test_a_handler_that_takes_too_long_is_cancelled_and_comes_again() -> N
     outcomes, _ = await handled(handler, timeout=10 * MS)
 
     assert ended == ["handler"]
-    assert outcomes == [Retry("TimeoutError", DELAY)]
+    assert outcomes == [Retry("TimeoutError: the handler did not end within 0.01 s", DELAY)]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ from postroom import (
 )
 from postroom import events as ev
 from postroom.broker import Send
+from postroom.brokers import MemoryBroker
 from postroom.errors import BrokerUnavailableError, ConfigurationError, RejectError, StoreUnavailableError
-from postroom.stores import MemoryStore
+from postroom.stores import MemoryStore, PostgresStore
 from postroom.testing.waiting import until
 
 MS = timedelta(milliseconds=1)
@@ -1086,3 +1087,17 @@ async def test_a_stop_does_not_wait_for_a_publisher_that_ignores_its_cancellatio
     await running
 
     assert bench.statuses() == ["pending"]
+
+
+async def test_a_dispatcher_that_never_reached_its_store_neither_starts_nor_stops_in_the_log() -> None:
+    """An operator who reads "dispatcher started" believes that the store was reached."""
+    told: list[ev.Event] = []
+    store = PostgresStore("postgresql://app@127.0.0.1:9/shop")  # the discard port, where nothing listens
+    dispatcher = Dispatcher(store, MemoryBroker(), listener=told.append)
+
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: bool(told), "the store cannot be reached", within=timedelta(seconds=60))
+    await dispatcher.stop()
+    await running
+
+    assert {type(event) for event in told} == {ev.StoreFailed}

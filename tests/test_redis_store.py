@@ -30,6 +30,7 @@ from postroom.errors import (
     ReadOnlyStoreError,
     StoreAuthenticationError,
     StoreError,
+    StorePermissionError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -328,7 +329,7 @@ async def test_a_user_without_the_right_is_told_what_to_allow(private_valkey: Va
     poor = RedisStore(private_valkey.dsn.replace("redis://", "redis://poor:poor-secret@"))
     wrong = RedisStore(private_valkey.dsn.replace("redis://", "redis://poor:other-secret@"))
 
-    with pytest.raises(StoreAuthenticationError, match="EVALSHA"):
+    with pytest.raises(StorePermissionError, match="EVALSHA"):
         await poor.claim(10, TERMS)
     with pytest.raises(StoreAuthenticationError) as refused:
         await wrong.open()

@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 
 from postroom import Claim, ClaimTerms, Dead, Delivered, Dispatcher, Message, Outcome, Release, Retry, Settlement
 from postroom.brokers import MemoryBroker
-from postroom.errors import StoreAuthenticationError, StoreError, StoreUnavailableError
+from postroom.errors import StoreError, StorePermissionError, StoreUnavailableError
 from postroom.stores.redis import stream as stream_module
 from postroom.stores.redis.stream import RedisStreamStore
 from postroom.testing.cancelling import cuts
@@ -247,7 +247,7 @@ async def test_what_can_be_had_is_handed_out_although_new_entries_cannot_be_read
     store = RedisStreamStore(clerk, table=place.table)
 
     assert numbers(await store.claim(10, terms())) == [1]
-    with pytest.raises(StoreAuthenticationError):
+    with pytest.raises(StorePermissionError):
         await store.claim(10, terms())
 
     await clerk.aclose()

@@ -30,9 +30,9 @@ from postroom.errors import (
     MessageError,
     NoTransactionError,
     PartlyAppliedError,
-    StoreAuthenticationError,
     StoreContentionError,
     StoreError,
+    StorePermissionError,
     StoreUnavailableError,
     TransactionClosedError,
 )
@@ -734,7 +734,7 @@ async def test_a_user_who_may_not_call_a_command_applies_nothing(private_valkey:
             async with shop.also(clerk).begin() as transaction:
                 await transaction.connection.sadd(shop.key("orders"), "42")
                 await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
-        with pytest.raises(StoreAuthenticationError, match=r"NOPERM|permission"):
+        with pytest.raises(StorePermissionError, match=r"NOPERM|permission"):
             async with shop.also(guest).begin() as transaction:
                 await transaction.connection.sadd(shop.key("orders"), "42")
 

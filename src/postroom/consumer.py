@@ -11,9 +11,18 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from . import events
 from .broker import Publisher, Subscriber, describe, is_asked_for
 from .crew import Crew
-from .deadline import Limit, Within
+from .deadline import Limit, Phase, Within, clock
 from .delivery import Delivery, current
-from .errors import AlreadyStartedError, ConfigurationError, MessageBusyError, is_hopeless, is_outage
+from .errors import (
+    AlreadyStartedError,
+    CommitUnknownError,
+    ConfigurationError,
+    MessageBusyError,
+    StorePermissionError,
+    StoreTimeoutError,
+    is_hopeless,
+    is_outage,
+)
 from .message import Message
 from .middleware.chain import Middleware, chained, check_order, limit_transactions
 from .outputs import OutputError, send_outputs
@@ -86,7 +95,8 @@ class Consumer:
                 message come again.
             concurrency: How many messages are handled at a time.
             buffer: How many more may wait for their turn; as many as are handled by default.
-            timeout: How long the handling of one message may take.
+            timeout: How long a handler may take, with the middlewares around it. Waiting for a connection or a lock
+                before it, and COMMIT after it, do not count.
             shutdown_grace: How long handlers may go on after `stop`.
             backoff: How long a message that failed waits, by its number of deliveries.
             listener: Is told every event; by default they are logged.
@@ -120,12 +130,14 @@ class Consumer:
     async def run(self) -> None:
         """Handle messages until `stop` is called, the subscriber ends or the task is cancelled.
 
-        When the subscriber or a middleware's service fails, handlers may end as after `stop`, and then that is raised.
+        When the subscriber or a middleware's service fails, or the store refuses a permission, handlers may end as
+        after `stop`, and then that is raised.
 
         Raises:
             AlreadyStartedError: It was run before.
             MiddlewareOrderError: Middlewares stand in an order in which they cannot keep their promises.
             ConfigurationError: The inbox forgets messages before the broker does.
+            StorePermissionError: The user of the store may not do what handling needs; its message was given back.
         """
         if self._started:
             raise AlreadyStartedError("a consumer runs once: run() was called")
@@ -295,6 +307,7 @@ class Consumer:
         delivery.is_handled = True
         token = current.set(delivery)
         work = Within(self._limit)
+        timing = clock.set(work)
         try:
             outputs = await self._chain(delivery.message)
             if outputs:
@@ -302,6 +315,7 @@ class Consumer:
         except BaseException as error:  # noqa: BLE001 -- it is raised again unless it is the message's
             return await self._fail(delivery, work, error)
         finally:
+            clock.reset(timing)
             current.reset(token)
         if self._acking == "manual" and delivery.outcome is None:
             work.end()
@@ -321,6 +335,12 @@ class Consumer:
         is_ending = self._crew.is_ending(failure)
         if work.is_expired and not is_ending and isinstance(failure, asyncio.CancelledError):
             failure = TimeoutError()  # something left a request to cancel behind, so the limit was not sure
+        if work.is_expired and isinstance(failure, TimeoutError):
+            failure = _late(work.phase, self._limit)
+        if isinstance(failure, StorePermissionError):
+            # It fails every message until it is granted, so that the consumer ends as it does for a wrong password.
+            self._crash = self._crash or failure
+            self._stop_reading()
         is_recorded = await self._settle(delivery, self._verdict(delivery.message, failure, is_ending=is_ending))
         if isinstance(failure, Exception) or (isinstance(failure, asyncio.CancelledError) and not is_ending):
             return is_recorded
@@ -363,6 +383,23 @@ class Consumer:
         said = describe(failure)
         self._tell(events.AckFailed(message.id, message.type, said, message.topic, message.key, failure))
         return False
+
+
+def _late(phase: Phase, limit: Limit) -> Exception:
+    """Return what a message failed with whose time was over: only a handler that took too long is to blame for it."""
+    error: StoreTimeoutError | CommitUnknownError
+    match phase:
+        case Phase.RUNNING:
+            return TimeoutError(f"the handler did not end within {limit.seconds:g} s")
+        case Phase.WAITING:
+            error = StoreTimeoutError(
+                f"the message waited {limit.stalled:g} s for its transaction while no other message of this consumer "
+                "moved on; check the store and its pool, and that no handler blocks them for ever"
+            )
+        case Phase.COMMITTING:
+            error = CommitUnknownError()
+    error.is_outage = True
+    return error
 
 
 def _check_numbers(concurrency: int, buffer: int | None, timeout: timedelta | None, shutdown_grace: timedelta) -> None:

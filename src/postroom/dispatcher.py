@@ -17,9 +17,9 @@ from .broker import Each, Publisher, Send, describe, is_asked_for
 from .claiming import Claimed, Claiming
 from .custody import Custody
 from .destination import NamesDestinations, Naming
-from .errors import ConfigurationError, StoreContentionError, StoreTimeoutError, StoreUnavailableError
+from .errors import ConfigurationError, StoreContentionError, StoreTimeoutError, StoreUnavailableError, ungrouped
 from .message import Message
-from .patience import call_in, persist
+from .patience import UPKEEP, call_in, persist
 from .probing import Prober
 from .publishing import Policy, Publishing
 from .retry import Backoff, Delay, guarded
@@ -213,6 +213,12 @@ class Dispatcher:
             raise self._publishing.interruption
 
     async def _deliver(self, *, until_idle: bool) -> None:
+        try:
+            await self._claim_and_publish(until_idle=until_idle)
+        except BaseExceptionGroup as group:
+            raise ungrouped(group) from None
+
+    async def _claim_and_publish(self, *, until_idle: bool) -> None:
         async with asyncio.TaskGroup() as group:
             services = [group.create_task(service) for service in self._services()]
             try:
@@ -234,7 +240,7 @@ class Dispatcher:
             repair_forever(self._store, self._tell),
             self._prober.probe_forever(),
             self._prober.find_forever(),
-            persist("listen", lambda: self._store.listen(self.wake), self._tell, deadline=None),
+            persist("listen", lambda: self._store.listen(self.wake), self._tell, only=UPKEEP, deadline=None),
         )
 
     def wake(self) -> None:

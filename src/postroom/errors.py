@@ -44,6 +44,7 @@ PostroomError
 ├── StoreError                       the database; a dispatcher tries again by itself
 │   ├── StoreUnavailableError
 │   ├── StoreAuthenticationError
+│   ├── StorePermissionError         grant what is missing; dispatchers and consumers stop
 │   ├── StoreTimeoutError
 │   ├── StoreContentionError
 │   │   └── FencedError
@@ -112,6 +113,7 @@ __all__ = [
     "StoreContentionError",
     "StoreError",
     "StoreFileMissingError",
+    "StorePermissionError",
     "StoreTimeoutError",
     "StoreUnavailableError",
     "TenantMismatchError",
@@ -472,6 +474,10 @@ class StoreAuthenticationError(StoreError):
     """The store refused the credentials; check user, password and database name."""
 
 
+class StorePermissionError(StoreError):
+    """The store refused a statement that its user may not run; grant what the message names."""
+
+
 class StoreTimeoutError(StoreError):
     """The store did not answer in time; the connection was thrown away."""
 
@@ -546,6 +552,14 @@ def is_hopeless(error: BaseException) -> bool:
 def is_outage(error: BaseException) -> bool:
     """Tell whether an error says that the database was away, which is no fault of the message that was handled."""
     return isinstance(error, StoreError | CommitUnknownError) and error.is_outage
+
+
+def ungrouped(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the missing permission that a group of errors holds, or else the group."""
+    error: BaseException = group.subgroup(StorePermissionError) or group
+    while isinstance(error, BaseExceptionGroup) and error is not group:
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    return error
 
 
 def shown(text: object) -> str:

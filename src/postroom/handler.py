@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from .codec import Codec, reader
+from .deadline import Untimed, clock
 from .delivery import Delivery, current_delivery
 from .errors import ConfigurationError
 from .message import Message
@@ -99,7 +100,9 @@ async def _on_thread(function: Callable[[], object]) -> object:
 
     A thread cannot be cancelled, and may be using the connection: whoever is cancelled waits for it, and then goes.
     """
-    work = asyncio.ensure_future(running_on()(copy_context().run, function))
+    timing = clock.get()
+    timing.wait()  # all threads may be busy
+    work = asyncio.ensure_future(running_on()(copy_context().run, _begin, timing, function))
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:
@@ -111,6 +114,12 @@ async def _on_thread(function: Callable[[], object]) -> object:
     if not work.cancelled():
         work.exception()  # it was looked at, so asyncio need not complain
     raise cancelled
+
+
+def _begin(timing: Untimed, function: Callable[[], object]) -> object:
+    """Start the time of a handler that has its thread, and call it."""
+    timing.run()
+    return function()
 
 
 def _calling(handler: Handler, codec: Codec) -> Callable[[Message], Any]:

@@ -7,16 +7,19 @@ import contextvars
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from . import events
 from .broker import describe
-from .errors import PostroomError, StoreError
+from .errors import PostroomError, StoreError, StorePermissionError
 from .retry import Backoff
 
-__all__ = ["call_in", "persist"]
+__all__ = ["UPKEEP", "call_in", "persist"]
 
 T = TypeVar("T")
+
+#: What upkeep survives: deliveries do not depend on it, so that it waits for a permission that it lacks.
+UPKEEP: Final = (StoreError, StorePermissionError)
 
 _BACKOFF = Backoff(base=timedelta(milliseconds=100), max=timedelta(seconds=5))
 
@@ -32,16 +35,20 @@ async def persist(
 ) -> T | None:
     """Make a call until it succeeds, and return its result; or None once ``until`` is set.
 
-    Survives errors of the kind ``only`` and calls that take longer than ``deadline`` seconds; each is an event.
+    Survives errors of the kind ``only`` and calls that take longer than ``deadline`` seconds; each is an event. A
+    missing permission is raised unless ``only`` names it, since no retry grants it.
     """
     never = asyncio.Event()
     survived: tuple[type[Exception], ...] = (TimeoutError, *(only if isinstance(only, tuple) else (only,)))
+    is_denial_survived = StorePermissionError in survived
     failures = 0
     while until is None or not until.is_set():
         try:
             async with asyncio.timeout(deadline):
                 result = await call()
         except survived as error:
+            if isinstance(error, StorePermissionError) and not is_denial_survived:
+                raise
             failures += 1
             delay = _BACKOFF(failures)
             is_late = deadline is not None and not str(error)

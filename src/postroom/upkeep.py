@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 from . import events
-from .patience import persist
+from .patience import UPKEEP, persist
 from .store import ClaimTerms, Store
 
 __all__ = ["purge_forever", "repair_forever", "sweep_forever"]
@@ -22,7 +22,7 @@ async def sweep_forever(store: Store, terms: ClaimTerms, tell: events.Listener, 
     """Make messages dead that have no attempt left: those that crashed on their last one would wait for ever."""
     while True:
         await _rest(every)
-        dead = await persist("sweep", partial(store.sweep, terms), tell)
+        dead = await persist("sweep", partial(store.sweep, terms), tell, only=UPKEEP)
         if dead:
             tell(events.Swept(dead))
 
@@ -34,7 +34,7 @@ async def purge_forever(store: Store, tell: events.Listener, *, every: timedelta
         await _rest(every)
         total, count = 0, CHUNK
         while count == CHUNK:
-            count = await persist("purge", purge, tell) or 0
+            count = await persist("purge", purge, tell, only=UPKEEP) or 0
             total += count
             await asyncio.sleep(0.01)
         if total:
@@ -46,7 +46,7 @@ async def repair_forever(store: object, tell: events.Listener) -> None:
     repair: Callable[[], Awaitable[int]] | None = getattr(store, "repair", None)
     while repair is not None:
         await _rest(HOUR)
-        mended = await persist("repair", repair, tell, deadline=None)
+        mended = await persist("repair", repair, tell, only=UPKEEP, deadline=None)
         if mended:
             tell(events.Repaired(mended))
 

@@ -89,15 +89,27 @@ def _interrupted(point: str) -> Receiving:
 
 
 def _late(point: str) -> Receiving:
-    """A message takes longer than it may."""
+    """A handler takes longer than it may."""
     return _at(
         point,
         Arm(point, "linger"),
-        row=CANCELLED if point in INSIDE else ROWS[point],
+        row=CANCELLED,
         sequel="alone",
         told=("Retry", "Delivered"),
         errors=("TimeoutError",),
-        new_session=point in INSIDE,
+        new_session=True,
+        handle_timeout=1,
+    )
+
+
+def _patient(point: str) -> Receiving:
+    """A message waits for its transaction, or for COMMIT, longer than a handler may take: that is no failure."""
+    return Receiving(
+        row=CANCELLED if point in INSIDE else ROWS[point],
+        arms=(Arm(point, "wait"),),
+        sequel="alone",
+        stored=True,
+        runs=1,
         handle_timeout=1,
     )
 
@@ -140,7 +152,8 @@ RECEIVING: Final[Sequence[Receiving]] = (
     *[_raised(point) for point in ROWS],
     *[_cancelled(point) for point in ROWS],
     *[_interrupted(point) for point in ROWS if point != "deliver.after"],
-    *[_late(point) for point in ("tx.begin", *INSIDE, "commit.after")],
+    *[_late(point) for point in ("handle.before", "handle.after")],
+    *[_patient(point) for point in ("tx.begin", "tx.begun", "commit.before", "commit.after")],
     # -- stalls past the redelivery
     _stalled("deliver.after"),
     _stalled("tx.begin"),

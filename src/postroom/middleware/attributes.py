@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
+from ..deadline import clock
 from ..errors import ConfigurationError, ExpiredError, RejectError
 from ..message import Message
 from .chain import Next
@@ -61,7 +62,8 @@ def _same_subject(message: Message, _: Message) -> str | None:
 class DeadlineMiddleware:
     """Handles a message only until its ``expirytime``, an extension of CloudEvents; outputs inherit it.
 
-    What came too late is rejected with `ExpiredError`; a handler that is still at work then is cancelled.
+    What came too late is rejected with `ExpiredError`; a handler that is still at work then is cancelled, unless its
+    transaction is being committed.
     """
 
     def __init__(self, *, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
@@ -77,6 +79,7 @@ class DeadlineMiddleware:
         if left <= 0:
             raise late
         deadline = asyncio.timeout(left)
+        clock.get().excuse(deadline)
         try:
             async with deadline:
                 outputs = await call_next(message)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from .. import events
 from ..broker import describe
 from ..dead_letters import DeadLetters
+from ..deadline import off_the_clock
 from ..errors import CommitUnknownError, ConfigurationError, StoreError, is_hopeless, is_outage
 from ..message import Message
 from .chain import NOTHING, Next
@@ -78,9 +79,10 @@ class DeadLetterMiddleware:
 
 @contextmanager
 def no_fault_of_the_message() -> Generator[None]:
-    """Have an error of the store cost no delivery: it comes from nothing that the handler did."""
+    """Have neither an error of the store nor waiting for it cost a delivery: the handler did nothing of it."""
     try:
-        yield
+        with off_the_clock():
+            yield
     except (StoreError, CommitUnknownError) as error:
         error.is_outage = True
         raise

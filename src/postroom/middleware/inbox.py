@@ -10,10 +10,11 @@ from functools import partial
 from typing import ClassVar
 
 from .. import events
-from ..errors import AlreadyHandledError, InvalidMessageError, StoreError, TransactionError
+from ..deadline import off_the_clock
+from ..errors import AlreadyHandledError, InvalidMessageError, TransactionError
 from ..inbox import CHUNK, Inbox
 from ..message import Message
-from ..patience import persist
+from ..patience import UPKEEP, persist
 from ..transaction import Transactions, required_transaction
 from .chain import NOTHING, Next
 from .layers import INBOX, TRANSACTION
@@ -42,14 +43,17 @@ class InboxMiddleware:
             raise InvalidMessageError("the message has no id, by which the inbox could know it again")
         transaction.witness = partial(self.inbox.was_handled, transaction.opened_by, message)
         is_optimistic = self.inbox.mode == "optimistic"
-        transaction.is_preparing = True
-        if is_optimistic:
-            is_known = await self.inbox.has(transaction, message)
-        else:
-            is_admitted, transaction.is_admitted = transaction.is_admitted, None
-            is_known = not (await self.inbox.admit(transaction, message) if is_admitted is None else is_admitted)
-        transaction.is_preparing = False
-        if is_known:
+        is_admitted, transaction.is_admitted = transaction.is_admitted, None
+        if is_admitted is None:
+            transaction.is_preparing = True
+            with off_the_clock():
+                is_admitted = (
+                    not await self.inbox.has(transaction, message)
+                    if is_optimistic
+                    else (await self.inbox.admit(transaction, message))
+                )
+            transaction.is_preparing = False
+        if not is_admitted:
             self._skip(message)
             return NOTHING
         outputs = await call_next(message)
@@ -70,7 +74,7 @@ async def purge_forever(inbox: Inbox, transactions: Transactions, tell: events.L
         total, count = 0, CHUNK
         while count == CHUNK:
             purge = partial(inbox.purge, transactions)
-            count = await persist("purge inbox", purge, tell, only=(StoreError, TransactionError)) or 0
+            count = await persist("purge inbox", purge, tell, only=(*UPKEEP, TransactionError)) or 0
             total += count
             await asyncio.sleep(0.01)
         if total:

@@ -9,12 +9,14 @@ from datetime import timedelta
 from typing import ClassVar, Final, Literal
 from uuid import UUID
 
+from ..deadline import UNTIMED, Untimed, clock
 from ..errors import (
     AlreadyHandledError,
     CommitUnknownError,
     ConfigurationError,
     StoreContentionError,
     StoreError,
+    StorePermissionError,
     StoreTimeoutError,
 )
 from ..inbox import Inbox
@@ -81,8 +83,11 @@ class TransactionMiddleware:
             TransactionAbortedError: A statement failed, its error was caught, and so nothing could be committed.
         """
         outer = in_transaction()
-        if outer is not None and outer.opened_by is self.transactions:
+        if outer is not None:
             return await self._inside(outer, message, call_next)
+        return await self._outermost(message, call_next)
+
+    async def _outermost(self, message: Message, call_next: Next) -> Sequence[Message]:
         for attempt in range(self._retries):
             try:
                 return await self._once(message, call_next)
@@ -96,13 +101,11 @@ class TransactionMiddleware:
         # A broker may have no id, which the inbox tells.
         has_id = isinstance(message.id, UUID)  # pyright: ignore[reportUnnecessaryIsInstance]
         opening = Opening(self._inbox, message) if self._inbox is not None and has_id else None
+        work = clock.get()
+        work.wait()
         try:
             async with self.transactions.begin(opening) as transaction:
-                token = enter(transaction)
-                try:
-                    outputs = await call_next(message)
-                finally:
-                    leave(token)
+                outputs = await _timed(work, transaction, message, call_next)
                 is_ending = True
         except AlreadyHandledError as error:
             if error.transaction is not transaction:
@@ -113,6 +116,8 @@ class TransactionMiddleware:
                 error.witness = transaction.witness
             error.is_outage = self._is_outage(error, transaction, message)
             raise
+        finally:
+            work.run()
         if self._losses:
             self._losses.pop(message.id, None)
         return outputs
@@ -122,10 +127,10 @@ class TransactionMiddleware:
     ) -> bool:
         """Tell whether an error says nothing about the message.
 
-        What comes before its handler begins never does. A connection that is lost while it runs may be lost to an
-        outage, or to the message itself, which then loses it every time.
+        What comes before its handler begins never does, nor does a missing permission. A connection that is lost while
+        it runs may be lost to an outage, or to the message itself, which then loses it every time.
         """
-        if transaction is None or transaction.is_preparing:
+        if transaction is None or transaction.is_preparing or isinstance(error, StorePermissionError):
             return True
         if isinstance(error, StoreContentionError | StoreTimeoutError):
             return False
@@ -135,6 +140,16 @@ class TransactionMiddleware:
         return losses <= PARDONED
 
     async def _inside(self, outer: Transaction, message: Message, call_next: Next) -> Sequence[Message]:
+        """Handle a message that another handler hands on: whatever that waits for is on the time of that handler."""
+        token = clock.set(UNTIMED)
+        try:
+            if outer.opened_by is not self.transactions:
+                return await self._outermost(message, call_next)
+            return await self._joined(outer, message, call_next)
+        finally:
+            clock.reset(token)
+
+    async def _joined(self, outer: Transaction, message: Message, call_next: Next) -> Sequence[Message]:
         try:
             if self._nested == "join":
                 return await call_next(message)
@@ -143,3 +158,18 @@ class TransactionMiddleware:
         except AlreadyHandledError as error:
             # To roll back all would undo what is not this message's; from the start again, it is known to be handled.
             raise StoreContentionError(str(error)) from error
+
+
+async def _timed(work: Untimed, transaction: Transaction, message: Message, call_next: Next) -> Sequence[Message]:
+    """Handle a message in its transaction; neither COMMIT nor ROLLBACK is on the time of the handler."""
+    work.run()
+    token = enter(transaction)
+    try:
+        outputs = await call_next(message)
+    except BaseException:
+        work.wait()
+        raise
+    finally:
+        leave(token)
+    work.commit()
+    return outputs

@@ -9,6 +9,7 @@ from ...errors import (
     ReadOnlyStoreError,
     StoreAuthenticationError,
     StoreError,
+    StorePermissionError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -31,7 +32,7 @@ _KINDS: Final[Mapping[str, type[StoreError]]] = {
     "READONLY": ReadOnlyStoreError,
     "NOAUTH": StoreAuthenticationError,
     "WRONGPASS": StoreAuthenticationError,
-    "NOPERM": StoreAuthenticationError,
+    "NOPERM": StorePermissionError,
 }
 #: What tells that there is no connection; by name, since Python's and the library's are called alike.
 _LOST: Final = frozenset({"ConnectionError", "OSError", "EOFError", "RedisClusterException", "ClusterError"})

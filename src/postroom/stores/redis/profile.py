@@ -17,6 +17,7 @@ from ...errors import (
     ReadOnlyStoreError,
     StoreAuthenticationError,
     StoreError,
+    StorePermissionError,
     StoreUnavailableError,
 )
 from ...store import Claim, Release, Settlement
@@ -257,7 +258,7 @@ class _Node:
             return await self._client.call(self._client.foreign.execute_command(*words, **self._target))
         except StoreError as error:
             # Anything more special is about the server, such as that it is still loading; not about this command.
-            is_plain = type(error) in {StoreError, StoreAuthenticationError}
+            is_plain = type(error) in {StoreError, StoreAuthenticationError, StorePermissionError}
             if is_plain and isinstance(error.__cause__, redis.exceptions.ResponseError):
                 return error.__cause__
             raise

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
+from ...deadline import is_waiting
 from ...errors import PostroomError, StoreError, StoreTimeoutError, StoreUnavailableError
 from ...text import without_rows
 from .errors import ADVICE
@@ -203,7 +204,10 @@ class NetworkDriver(ABC, Generic[C]):
         deadline = asyncio.timeout(timeout.total_seconds())
         try:
             async with deadline:
+                if is_waiting():
+                    deadline.reschedule(None)  # for other handlers, however long they take: their consumer limits it
                 await self._lending.acquire()
+                deadline.reschedule(asyncio.get_running_loop().time() + timeout.total_seconds())
                 try:
                     return self._returned.pop() if self._returned else await self._connected(self.connect_plain)
                 except BaseException:

@@ -10,6 +10,7 @@ from ...errors import (
     StoreAuthenticationError,
     StoreContentionError,
     StoreError,
+    StorePermissionError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -21,6 +22,7 @@ ADVICE: Final[Mapping[type[StoreError], str]] = {
     StoreAuthenticationError: "check the user, the password and the name of the database",
     StoreUnavailableError: "check that the server runs, and its host and port",
     ReadOnlyStoreError: "connect to the primary",
+    StorePermissionError: "grant the user of this connection what is missing",
 }
 
 _POSTGRES: Final[Mapping[str, type[StoreError]]] = {
@@ -29,6 +31,7 @@ _POSTGRES: Final[Mapping[str, type[StoreError]]] = {
     "55P03": StoreContentionError,
     "25006": ReadOnlyStoreError,
     "3D000": StoreAuthenticationError,
+    "42501": StorePermissionError,
     "57014": StoreTimeoutError,
 }
 # By class: wrong credentials; connection lost; out of resources; shut down by the operator.
@@ -42,7 +45,11 @@ _MYSQL: Final[Mapping[int, type[StoreError]]] = {
     1020: StoreContentionError,  # the record has changed since it was read
     1205: StoreContentionError,  # waited too long for a lock
     1213: StoreContentionError,  # deadlock
-    1044: StoreAuthenticationError,  # no right to the database
+    1044: StorePermissionError,  # on the database
+    1142: StorePermissionError,  # on a table
+    1143: StorePermissionError,  # on a column
+    1227: StorePermissionError,  # for an administrative statement
+    1370: StorePermissionError,  # on a routine
     1045: StoreAuthenticationError,  # wrong user or password
     1049: StoreAuthenticationError,  # no such database
     1698: StoreAuthenticationError,  # the user logs in another way

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
 from ...decisions import Enqueued, FindDue, Question
-from ...errors import SchemaMissingError, TransactionAbortedError, UnsupportedDatabaseError
+from ...errors import SchemaMissingError, StorePermissionError, TransactionAbortedError, UnsupportedDatabaseError
 from ...inbox import Inbox
 from ...message import Message
 from ...outbox import Added, Addition, Outbox
@@ -18,6 +18,7 @@ from .dialect import Dialect
 from .dialects.mysql import MySQL
 from .dialects.postgres import PostgreSQL
 from .dialects.sqlite import SQLite
+from .errors import ADVICE, mysql_error, postgres_error
 from .names import Names
 from .statement import ParamStyle, Result, Script, Statement, run, run_async
 
@@ -154,6 +155,16 @@ def explain(error: Exception, table: str) -> None:
             raise TransactionAbortedError from error
         if code in _NO_TABLE or (isinstance(code, str) and code.startswith("no such table")):
             raise SchemaMissingError(table) from error
+        if _is_denied(cause, code):
+            words = " ".join(str(cause).split())
+            raise StorePermissionError(f"{words}; {ADVICE[StorePermissionError]}") from error
+
+
+def _is_denied(cause: BaseException | None, code: object) -> bool:
+    number = cause.args[0] if cause is not None and cause.args else None
+    if isinstance(number, int):  # MySQL has one SQLSTATE for many kinds of errors
+        return mysql_error(number) is StorePermissionError
+    return isinstance(code, str) and postgres_error(code) is StorePermissionError
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

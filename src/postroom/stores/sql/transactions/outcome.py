@@ -12,6 +12,7 @@ from ....errors import (
     CommitUnknownError,
     PostroomError,
     StoreError,
+    StorePermissionError,
     StoreUnavailableError,
     TransactionAbortedError,
 )
@@ -95,7 +96,7 @@ def translated(error: BaseException, *, is_lost: bool = False) -> PostroomError 
     kind = _kind(cause)
     if getattr(error, "connection_invalidated", False) or (is_lost and kind is StoreError):
         kind = StoreUnavailableError
-    if kind is StoreError:
+    if kind in {StoreError, StorePermissionError}:  # the tables of a handler are its own; of ours, a writer tells
         return None
     words = " ".join(str(cause).split())[:_SHOWN]
     said = f"{type(cause).__name__}: {words}"
