@@ -14,11 +14,9 @@ from ..claiming import RUN, WINDOW, Walk
 from ..dialect import Dialect, Server
 from ..settling import is_lost
 from ..statement import Row, Script, Statement
+from .postgres_bounds import MARK, Bounded
 
 __all__ = ["PostgreSQL", "lock_number"]
-
-#: Where the columns of a claimed row end, and what is told of the claim itself begins.
-_MARK = 13
 
 
 def lock_number(namespace: str, topic: str, key: str) -> int:
@@ -57,7 +55,7 @@ def _is_plain(addition: Addition) -> bool:
     )
 
 
-class PostgreSQL(Dialect):
+class PostgreSQL(Bounded):
     """PostgreSQL's wording; lists are arrays."""
 
     name = "postgresql"
@@ -173,7 +171,8 @@ class PostgreSQL(Dialect):
     # -- claim -------------------------------------------------------------------------------------------------
 
     def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
-        claimed = yield self.query(self._claim_loose, limit=limit, **self._claiming(namespace, terms))
+        text, bound = self.leased(self._claim_loose, namespace)
+        claimed = yield self.query(text, limit=limit, **bound, **self._claiming(namespace, terms))
         return claimed.rows
 
     def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
@@ -183,10 +182,10 @@ class PostgreSQL(Dialect):
             walked = yield from self._walk(params, walk)
             if walked:
                 return walked
-        seen = yield self.query(self._claim_seen, **params)
-        claimed = [row for row in seen.rows if row[0] is not None]
+        seen = yield from self.look(self._claim_seen, params, terms)
+        claimed = [row for row in seen if row[0] is not None]
         # Followers of keys that wait may fill the whole window; behind them there may be keys that could go.
-        is_clogged = seen.rows[0][_MARK] and len(claimed) < limit
+        is_clogged = seen[0][MARK] and len(claimed) < limit
         if is_clogged and not claimed and not was_due:
             return (yield from self._walk(params, walk))
         # What is claimed is committed: another statement that failed would leave it to nobody until its lease ends.
@@ -195,11 +194,12 @@ class PostgreSQL(Dialect):
 
     def _walk(self, params: Mapping[str, Any], walk: Walk) -> Script[list[Row]]:
         walked = yield self.query(self._claim_walked, from_topic=walk.topic, from_key=walk.key, **params)
-        walk.topic, walk.key = walked.rows[0][_MARK:]
+        walk.topic, walk.key = walked.rows[0][MARK:]
         return [row for row in walked.rows if row[0] is not None]
 
     def claim_suspect(self, namespace: str, terms: ClaimTerms) -> Script[Sequence[Row]]:
-        claimed = yield self.query(self._claim_suspect, **self._claiming(namespace, terms))
+        text, bound = self.leased(self._claim_suspect, namespace)
+        claimed = yield self.query(text, **bound, **self._claiming(namespace, terms))
         return claimed.rows
 
     def _claiming(self, namespace: str, terms: ClaimTerms) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class PostgreSQL(Dialect):
     _claim_loose: ClassVar[str] = f"""
         WITH expired AS MATERIALIZED (
             SELECT id FROM {{outbox}}
-            WHERE namespace = :namespace::text AND {{loose}} AND {Dialect.is_expired}
+            WHERE namespace = :namespace::text AND {{loose}} AND {Dialect.is_expired}{{leased_from}}
             ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
         ), due AS MATERIALIZED (
             SELECT id FROM {{outbox}}
@@ -229,19 +229,20 @@ class PostgreSQL(Dialect):
         )
         {take}
         """
+    _bounded: ClassVar[str] = Dialect.suspect.replace("locked_until < {now}", "locked_until < {now}{leased_from}")
     _claim_suspect: ClassVar[str] = f"""
-        WITH chosen AS MATERIALIZED (SELECT id FROM {{outbox}} AS head {Dialect.suspect})
+        WITH chosen AS MATERIALIZED (SELECT id FROM {{outbox}} AS head {_bounded})
         {take}
         """
     #: Claims runs of ``keys``, in their turn.
     runs: ClassVar[str] = f"""
         heads AS MATERIALIZED (
-            SELECT keys.topic, keys.{{key}}
+            SELECT keys.topic, keys.{{key}}{{with_start}}
             FROM (SELECT * FROM keys ORDER BY turn) AS keys CROSS JOIN LATERAL (
                 SELECT (({Dialect.is_due}) OR ({Dialect.is_expired})) AND {Dialect.not_blocked} AS eligible
                 FROM {{outbox}} AS head
                 WHERE {{unsettled}} AND namespace = :namespace
-                  AND topic = keys.topic AND {{key}} = keys.{{key}}
+                  AND topic = keys.topic AND {{key}} = keys.{{key}}{{from_start_of_keys}}
                 ORDER BY seq LIMIT 1) AS head
             WHERE head.eligible
             LIMIT :limit::bigint
@@ -253,7 +254,7 @@ class PostgreSQL(Dialect):
                     SELECT id, seq, (({Dialect.is_due}) OR ({Dialect.is_expired})) AND {Dialect.not_blocked} AS eligible
                     FROM {{outbox}} AS head
                     WHERE {{unsettled}} AND namespace = :namespace
-                      AND topic = heads.topic AND {{key}} = heads.{{key}}
+                      AND topic = heads.topic AND {{key}} = heads.{{key}}{{from_start_of_heads}}
                     ORDER BY seq
                     LIMIT GREATEST(:limit / GREATEST((SELECT count(*) FROM heads), 1), :run::bigint)) AS next
                 ) AS run
@@ -396,6 +397,7 @@ class PostgreSQL(Dialect):
         )
 
     def _release(self, released: Sequence[tuple[Claim, timedelta]]) -> Statement:
+        self.forget_bounds()  # they are due when they were
         return self.sql(
             """
             UPDATE {outbox}
@@ -478,6 +480,7 @@ class PostgreSQL(Dialect):
     # -- server ------------------------------------------------------------------------------------------------
 
     def probe(self) -> Script[Server]:
+        self.bounds.clear()  # the server may be another one
         answer = yield self.query(
             "SELECT current_setting('server_version_num')::int, current_setting('transaction_read_only')::boolean"
         )
