@@ -58,7 +58,7 @@ class Site:
 
     async def add(self, *names: str, key: str, connection: Connection | None = None, **options: Any) -> None:  # noqa: ANN401
         messages = [Message(topic="t", key=key, payload=name.encode()) for name in names]
-        await self.outbox.add(connection or self.connection, messages, **options)
+        await self.outbox.add(connection or self.connection, messages, outside_transaction=True, **options)
 
     async def claim(self, limit: int = 100, *, on_dead: OnDead = "block") -> list[Claim]:
         return await self.store.claim(limit, terms(on_dead))
@@ -75,7 +75,7 @@ class Site:
     async def pass_by(self, *, above: int = 0, on_dead: OnDead = "block") -> None:
         """Deliver messages of other keys until a floor has been found above them."""
         await self.add("first", key=uuid4().hex)
-        assert await self.deliver(on_dead=on_dead) == ["first"]
+        assert "first" in await self.deliver(on_dead=on_dead)
         wanted = max(self.bounds.highest, above)
         for number in range(10):
             await self.add(f"other {number}", key=uuid4().hex)
@@ -251,12 +251,12 @@ async def test_with_too_many_exceptions_the_floor_is_lowered(site: Site, monkeyp
     )
 
 
-async def test_what_is_released_is_found_again_at_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_released_is_found_again_at_once(site: Site) -> None:
     await site.pass_by()
-    monkeypatch.setattr(postgres_bounds, "PAUSE", 3600.0)  # from now on nobody looks from the start
     await site.add("a", key="k")
     claims = await site.claim()
     await site.connection.execute("UPDATE postroom_outbox SET next_attempt_at = now() - interval '1 hour'")
+    # Nothing but the release makes the next claim look from the start.
     site.bounds.next_look, site.bounds.due_from = float("inf"), await epoch(site)
     assert await site.deliver() == []
 
@@ -265,25 +265,20 @@ async def test_what_is_released_is_found_again_at_once(site: Site, monkeypatch: 
     assert await site.deliver() == ["a"]
 
 
-async def test_what_commits_late_is_looked_for_without_a_survey(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would wait until a survey is due, which may be long after a large snapshot."""
+async def test_what_commits_late_is_looked_for_without_a_survey(site: Site) -> None:
+    """Otherwise it would wait until a survey is due, which may be long in a large table."""
     await site.pass_by()
-    monkeypatch.setattr(postgres_bounds, "PAUSE", 0.0)
     site.bounds.next_survey = float("inf")
     async with site.producer() as late:
         transaction = late.transaction()
         await transaction.start()
         await site.add("late", key="k", connection=late)
-        await site.deliver()
-        await site.connection.execute("SELECT pg_sleep(1.5)")  # longer than bounds are set back anyway
-        await site.deliver()
-        begun = site.bounds.due_from
+        added = await epoch(site)
+        async with asyncio.timeout(60):
+            while site.bounds.due_from <= added:
+                assert await site.deliver() == []
         await transaction.commit()
-        added = await site.connection.fetchval(
-            "SELECT extract(epoch FROM next_attempt_at)::float8 FROM postroom_outbox"
-        )
 
-    assert added < begun
     assert await site.deliver() == ["late"]
 
 
@@ -294,7 +289,7 @@ async def epoch(site: Site) -> float:
 @pytest.mark.parametrize("key", ["k", None])
 async def test_a_lease_that_ran_out_is_found_behind_the_bound(site: Site, key: str | None) -> None:
     await site.pass_by()
-    await site.outbox.add(site.connection, Message(topic="t", key=key, payload=b"a"))
+    await site.outbox.add(site.connection, Message(topic="t", key=key, payload=b"a"), outside_transaction=True)
     assert names(await site.store.claim(10, ClaimTerms(worker=uuid4(), lease=timedelta(milliseconds=1)))) == ["a"]
 
     claims: list[Claim] = []
@@ -332,19 +327,19 @@ async def test_while_a_snapshot_is_held_a_claim_reads_no_more_than_it_has_to(sit
     """And without bounds it reads every message of the last minutes."""
     async with site.producer() as stranger, stranger.transaction(isolation="repeatable_read"):
         await stranger.fetchval("SELECT count(*) FROM postroom_outbox")
-        for number in range(30):
-            for key in range(5):
-                await site.add(*map(str, range(20)), key=f"k{key}")
-            for _ in range(3):
-                await site.deliver()
-            await site.add(f"{number}", key="last")
+        for _ in range(20):
+            await site.add(*map(str, range(100)), key="k")
+            assert len(await site.deliver()) == 100
         await site.pass_by()
-        await site.add(*map(str, range(100)), key="k0")
-        await site.deliver(1)  # which leaves the bounds at what is due
+        ended = await epoch(site)
+        async with asyncio.timeout(60):
+            while site.bounds.due_from <= ended:
+                assert await site.deliver() == []
+        await site.add("next", key="k")
 
         plain, bounded = [await pages(site, is_active=is_active) for is_active in (False, True)]
 
-    assert bounded * 5 < plain
+    assert bounded * 10 < plain
 
 
 async def pages(site: Site, *, is_active: bool) -> int:
@@ -353,7 +348,7 @@ async def pages(site: Site, *, is_active: bool) -> int:
     site.bounds.is_active = is_active
     dialect = site.store.schema.dialect
     assert isinstance(dialect, PostgreSQL)
-    params = {**dialect._claiming("default", terms()), "limit": 100, "window": 400, "run": 8}  # noqa: SLF001
+    params = {**dialect._claiming("default", terms()), "limit": 1, "window": 4, "run": 1}  # noqa: SLF001
     text, values = next(dialect.look(dialect._claim_seen, params, terms())).bind("numeric", arrays=True)  # noqa: SLF001
     transaction = site.connection.transaction()
     await transaction.start()

@@ -29,6 +29,8 @@ SLOW, SLOW_EACH = 0.01, 0.0001
 SLOW_CLAIMS: Final = 3
 #: Seconds between two looks at who writes.
 PAUSE: Final = 1.0
+#: By how many seconds what is seen may be later than what it was due at.
+MARGIN: Final = 1.0
 #: A survey reads everything, so it may take one part in so many of the time.
 SHARE: Final = 20
 #: A survey that takes less time than this has found nothing that had to be passed over.
@@ -91,8 +93,9 @@ class Bounds:
     writers: Writers | None = None
     next_look: float = 0.0
     next_survey: float = 0.0
-    #: When each transaction that writes was first seen, in seconds since 1970.
-    _seen: dict[str, float] = field(default_factory=dict[str, float])
+    #: When each transaction that writes was not seen yet, in seconds since 1970, and when they were looked for last.
+    _since: dict[str, float] = field(default_factory=dict[str, float])
+    _watched_at: float = -inf
     _slow_claims: int = 0
     _quick_surveys: int = 0
 
@@ -101,7 +104,7 @@ class Bounds:
         self.floor = self.writers = None
         self.due_from = self.leased_from = -inf
         self.server = ""
-        self._seen.clear()
+        self._since, self._watched_at = {}, -inf
         self.is_active, self._slow_claims, self._quick_surveys = False, 0, 0
 
     def claimed(self, rows: Sequence[Row], seconds: float) -> None:
@@ -114,10 +117,11 @@ class Bounds:
             self.due_from = -inf  # what waited behind this key has been due for long
 
     def watch(self, now: Mapping[str, bool], at: float) -> None:
-        """Learn which transactions write; what one that has ended has written was due before others that were seen."""
-        ended = [first for transaction, first in self._seen.items() if transaction not in now]
-        self.due_from = min([self.due_from, *(first - 2 * PAUSE for first in ended)])
-        self._seen = {transaction: self._seen.get(transaction, at) for transaction in now}
+        """Learn which transactions write at a moment; what has been written by one that ended is due since then."""
+        ended = [since for transaction, since in self._since.items() if transaction not in now]
+        self.due_from = min([self.due_from, *ended])
+        self._since = {transaction: self._since.get(transaction, self._watched_at) for transaction in now}
+        self._watched_at = at - MARGIN
 
     def surveyed(self, floor: Floor, seconds: float) -> None:
         """Learn from a survey; do without bounds if there was nothing to pass over."""
@@ -227,7 +231,7 @@ class Bounded(Dialect):
     _writers: ClassVar[str] = f"""
         SELECT mark.*, virtualtransaction, pid IS NULL
         FROM (
-            SELECT extract(epoch FROM LEAST(now() - interval '1 second', (
+            SELECT extract(epoch FROM LEAST(now() - interval '{MARGIN} seconds', (
                        SELECT min(locked_until) FROM {{outbox}}
                        WHERE namespace = :namespace::text AND status = 'processing'
                          AND locked_until >= to_timestamp(:leased_from::float8))))::float8 AS leased_from,
@@ -276,7 +280,8 @@ class Bounded(Dialect):
                    extract(epoch FROM LEAST(now(), COALESCE(
                        (SELECT min(next_attempt_at) FROM due LEFT JOIN exceptions USING (topic, {{key}})
                         WHERE waits IS NOT TRUE),
-                       (SELECT max(next_attempt_at) FROM due HAVING count(*) = :window))))::float8 - 1 AS due_from,
+                       (SELECT max(next_attempt_at) FROM due HAVING count(*) = :window))))::float8
+                       - {MARGIN} AS due_from,
                    {server} AS server
         ), keys AS MATERIALIZED (
             SELECT topic, {{key}}, min(turn) AS turn,
