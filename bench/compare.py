@@ -159,7 +159,7 @@ def compared(bench: Bench, row: Row, trees: Mapping[Side, Path], *, rounds: int 
     databases = {side: bench.database(row.kind) for side in trees}
     taken: dict[Side, list[float]] = {side: [] for side in trees}
     for number in range(rounds + 1):
-        # Who goes first alternates, so that neither side always follows a checkpoint of the other.
+        # The order alternates, so that neither side always runs after a checkpoint of the other.
         for side in sorted(trees, reverse=bool(number % 2)):
             work = count if number else _part(count)
             order = {

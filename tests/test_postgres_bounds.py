@@ -1,4 +1,4 @@
-"""What claims may pass over in PostgreSQL while a held snapshot keeps settled rows alive, and what they may not."""
+"""Bounded scans of keyed claims in PostgreSQL: which messages they may skip, and which they must not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def terms(on_dead: OnDead = "block") -> ClaimTerms:
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every claim after the first look who writes, and make a survey as soon as those have ended."""
+    """Have every claim after the first one read the open writers, and run a survey as soon as they have ended."""
     for name, value in {"SLOW": -1.0, "SLOW_CLAIMS": 1, "PAUSE": 0.0, "SHARE": 0, "QUICK": -1.0}.items():
         monkeypatch.setattr(postgres_bounds, name, value)
 
@@ -179,8 +179,7 @@ async def test_a_transaction_that_began_before_the_floor_and_adds_behind_it_is_n
 
 @pytest.mark.parametrize("state", ["in flight", "backed off", "scheduled", "dead"])
 async def test_a_key_that_waits_is_an_exception_and_its_later_messages_stay_behind(site: Site, state: str) -> None:
-    options = {"delay": timedelta(hours=1)} if state == "scheduled" else {}
-    await site.add("head", key="k", **options)
+    await site.add("head", key="k", delay=timedelta(hours=1 if state == "scheduled" else 0))
     claims = await site.claim()
     outcomes: dict[str, Outcome] = {"backed off": Retry("no", timedelta(hours=1)), "dead": Dead("no")}
     if state in outcomes:
@@ -196,7 +195,7 @@ async def test_a_key_that_waits_is_an_exception_and_its_later_messages_stay_behi
         await site.settle(claims, Delivered())
         assert await site.deliver() == ["follower"]
     else:
-        # So does who redrives a dead message; the others are due at last.
+        # The same statement redrives a dead message and makes the others due.
         text = "UPDATE postroom_outbox SET status = 'pending', next_attempt_at = now() WHERE payload = 'head'"
         await site.connection.execute(text)
         assert await site.deliver() == ["head", "follower"]

@@ -1,4 +1,4 @@
-"""The contract once more for a store in PostgreSQL that looks from its bounds on, and moves them with every claim."""
+"""The contract of stores on PostgreSQL with bounded scans, whose bounds move with every claim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.prove, pytest.mark.timeout(3600)]
 
 
 class BoundedHarness(AsyncpgHarness):
-    """Moves moments backwards, as no clock does; so what is known of moments is forgotten with it."""
+    """Moves times backwards, which no clock does, and therefore resets the bounds that are times."""
 
     async def advance(self, by: timedelta) -> None:
         await super().advance(by)
@@ -30,7 +30,7 @@ class BoundedHarness(AsyncpgHarness):
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every claim look who writes, and make a survey as soon as those have ended."""
+    """Have every claim read the open writers, and run a survey as soon as they have ended."""
     for name, value in {"SLOW": -1.0, "SLOW_CLAIMS": 1, "PAUSE": 0.0, "SHARE": 0, "QUICK": -1.0}.items():
         monkeypatch.setattr(postgres_bounds, name, value)
 

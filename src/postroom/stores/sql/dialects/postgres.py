@@ -397,7 +397,7 @@ class PostgreSQL(Bounded):
         )
 
     def _release(self, released: Sequence[tuple[Claim, timedelta]]) -> Statement:
-        self.forget_bounds()  # they are due when they were
+        self.forget_bounds()  # released messages keep their old due time
         return self.sql(
             """
             UPDATE {outbox}
@@ -480,7 +480,7 @@ class PostgreSQL(Bounded):
     # -- server ------------------------------------------------------------------------------------------------
 
     def probe(self) -> Script[Server]:
-        self.bounds.clear()  # the server may be another one
+        self.bounds.clear()  # this may be another server than before
         answer = yield self.query(
             "SELECT current_setting('server_version_num')::int, current_setting('transaction_read_only')::boolean"
         )

@@ -1,8 +1,8 @@
-"""Where claims begin to look in PostgreSQL, while a snapshot that another transaction holds keeps settled rows alive.
+"""Lower bounds for the index scans of a claim, used while a long-running snapshot prevents vacuum in PostgreSQL.
 
-A settled row stays in every index until no snapshot can see it. A claim that begins at the start of an index then reads
-all messages of the last minutes before it comes to one that waits. `Bounds` remembers from where on it is enough to
-look. docs/decisions/0011-held-snapshots.md says why nothing is passed over.
+Index entries of settled rows stay until no snapshot can see them, so a scan from the start of an index reads every
+message of the last minutes before it reaches a pending one. `Bounds` holds the positions from which a scan suffices;
+docs/decisions/0016-held-snapshots.md explains why no message is skipped.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from ..statement import Row, Script
 
 __all__ = ["MARK", "Bounded", "Bounds", "Floor", "Writers"]
 
-#: Where the columns of a claimed row end, and those about the claim itself begin.
+#: Number of message columns in a claimed row; the columns about the claim itself follow.
 MARK: Final = 13
-#: A claim is slow beyond this many seconds, and so many more for each message that it brought.
+#: Seconds above which a claim counts as slow: a base, and an allowance for each claimed message.
 SLOW, SLOW_EACH = 0.01, 0.0001
-#: So many slow claims in a row are no coincidence.
+#: Consecutive slow claims that switch the bounds on, and consecutive quick surveys that switch them off.
 SLOW_CLAIMS: Final = 3
-#: Seconds between two looks at who writes.
+#: Seconds between two reads of pg_locks.
 PAUSE: Final = 1.0
-#: By how many seconds what is seen may be later than what it was due at.
+#: Seconds of overlap between a scan and the one before, for rows that became visible shortly after their due time.
 MARGIN: Final = 1.0
-#: A survey reads everything, so it may take one part in so many of the time.
+#: A survey scans all dead entries, so it is limited to 1/SHARE of the time.
 SHARE: Final = 20
-#: A survey that takes less time than this has found nothing that had to be passed over.
+#: A survey that takes fewer seconds than this has met few dead entries.
 QUICK: Final = 0.01
-#: How many keys may begin below the floor.
+#: Maximum number of keys with unsettled messages below the floor.
 EXCEPTIONS: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """That messages up to ``seq`` are settled, and will be, but for those of some keys that begin below it."""
+    """A sequence number up to which all messages are settled for good, except those of the keys in ``exceptions``."""
 
     seq: int
-    #: By topic and key: the number of the first message that is not settled, and whether that one waits for its time.
+    #: By topic and key: the seq of the first unsettled message, and whether that message waits for a later time.
     exceptions: dict[tuple[str, str], tuple[int, bool]]
-    #: Whether dead messages count as settled, which they do where they let later ones pass.
+    #: Whether dead messages were counted as settled, as ``on_dead="skip"`` treats them.
     skips_dead: bool
 
     def release(self, keys: Iterable[tuple[str, str]]) -> bool:
-        """Take note that keys were claimed; tell whether one of them waited."""
+        """Mark keys that were claimed as no longer waiting; return whether any of them was waiting."""
         waited = {key: (seq, False) for key in keys for seq, waits in [self.exceptions.get(key, (0, False))] if waits}
         self.exceptions.update(waited)
         return bool(waited)
@@ -58,19 +58,19 @@ class Floor:
 
 @dataclass(slots=True)
 class Writers:
-    """The transactions that may have drawn a number up to ``seq`` and not committed yet."""
+    """Open transactions that may hold uncommitted messages with a sequence number up to ``seq``."""
 
     seq: int
     waiting: set[str]
     _is_handed_over: bool = False
 
     def have_ended(self, now: Mapping[str, bool]) -> bool:
-        """Tell from the transactions of a later moment, and whether each is prepared, that all have ended."""
+        """Return whether all have ended, given the writers of a later moment and whether each is prepared."""
         self.waiting &= now.keys()
         if any(not now[transaction] for transaction in self.waiting):
             return False
         if not self._is_handed_over:
-            # One that was prepared since goes on under another name in PostgreSQL 13; later none can be prepared.
+            # PostgreSQL 13 renames a transaction when it is prepared, so every prepared one may be one of these.
             self.waiting |= {transaction for transaction, is_prepared in now.items() if is_prepared}
             self._is_handed_over = True
         return not self.waiting
@@ -78,29 +78,29 @@ class Writers:
 
 @dataclass(slots=True)
 class Bounds:
-    """What one store knows of one namespace; with nothing known, claims look from the start of every index."""
+    """Lower bounds of one store for one namespace; the initial values make every scan start at the beginning."""
 
     clock: Callable[[], float] = time.monotonic
     is_active: bool = False
     floor: Floor | None = None
-    #: From when on due messages and leases are looked for, in seconds since 1970.
+    #: Lower bounds of next_attempt_at and locked_until, in seconds since the epoch.
     due_from: float = -inf
     leased_from: float = -inf
-    #: What tells this server from the one that takes its place after a failover, and may draw the same numbers again.
+    #: Identifies the server process; a server promoted in a failover may assign the same sequence numbers again.
     server: str = ""
-    #: The highest number that was claimed.
+    #: Highest sequence number claimed so far.
     highest: int = 0
     writers: Writers | None = None
     next_look: float = 0.0
     next_survey: float = 0.0
-    #: When each transaction that writes was not seen yet, in seconds since 1970, and when they were looked for last.
+    #: For each open writer, a time before it started writing; and the time of the last read of pg_locks.
     _since: dict[str, float] = field(default_factory=dict[str, float])
     _watched_at: float = -inf
     _slow_claims: int = 0
     _quick_surveys: int = 0
 
     def forget(self) -> None:
-        """Know nothing, as after the start."""
+        """Reset to the initial values."""
         self.floor = self.writers = None
         self.due_from = self.leased_from = -inf
         self.server = ""
@@ -108,23 +108,23 @@ class Bounds:
         self.is_active, self._slow_claims, self._quick_surveys = False, 0, 0
 
     def claimed(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learn from a claim: what it brought, and whether it was so slow that bounds will pay."""
+        """Record the rows and the duration of a claim; slow claims switch the bounds on."""
         self.highest = max([self.highest, *(row[12] for row in rows)])
         is_slow = seconds > SLOW + SLOW_EACH * len(rows)
         self._slow_claims = self._slow_claims + 1 if is_slow else 0
         self.is_active = self.is_active or self._slow_claims >= SLOW_CLAIMS
         if self.floor and self.floor.release({(row[1], row[3]) for row in rows}):
-            self.due_from = -inf  # what waited behind this key has been due for long
+            self.due_from = -inf  # the followers of such a key have been due for long
 
     def watch(self, now: Mapping[str, bool], at: float) -> None:
-        """Learn which transactions write at a moment; what has been written by one that ended is due since then."""
+        """Record the open writers, and lower ``due_from`` to the start of those that have ended since."""
         ended = [since for transaction, since in self._since.items() if transaction not in now]
         self.due_from = min([self.due_from, *ended])
         self._since = {transaction: self._since.get(transaction, self._watched_at) for transaction in now}
         self._watched_at = at - MARGIN
 
     def surveyed(self, floor: Floor, seconds: float) -> None:
-        """Learn from a survey; do without bounds if there was nothing to pass over."""
+        """Record the result of a survey; quick surveys switch the bounds off."""
         self.floor, self.due_from = floor, -inf
         self._quick_surveys = self._quick_surveys + 1 if seconds < QUICK else 0
         if self._quick_surveys >= SLOW_CLAIMS:
@@ -132,7 +132,7 @@ class Bounds:
 
 
 class Bounded(Dialect):
-    """Claims that begin where something may be found."""
+    """Adds bounded variants of the claim statements to a dialect."""
 
     #: Claims runs of ``keys``.
     runs: ClassVar[str]
@@ -140,23 +140,23 @@ class Bounded(Dialect):
     def __init__(self, names: Names) -> None:
         super().__init__(names)
         self.bounds: dict[str, Bounds] = {}
-        # Without bounds these words are nothing.
+        # Unbounded statements leave these words empty.
         self.identifiers |= dict.fromkeys(self._starts, "") | {"leased_from": ""}
 
     def forget_bounds(self) -> None:
-        """Look for due messages and leases from the start again, because some may be there that were passed already."""
+        """Make the next scans for due messages and for expired leases start at the beginning."""
         for bounds in self.bounds.values():
             bounds.due_from = bounds.leased_from = -inf
 
     def leased(self, text: str, namespace: str) -> tuple[str, dict[str, float]]:
-        """Return a statement that looks for leases that ran out, with where to begin if that is known."""
+        """Return a statement that scans for expired leases, with a lower bound while bounds are on."""
         bounds = self._bounds(namespace)
         if not bounds.is_active:
             return text, {}
         return text.replace("{leased_from}", self._leased_from), {"leased_from": bounds.leased_from}
 
     def look(self, plain: str, params: Mapping[str, Any], terms: ClaimTerms) -> Script[Sequence[Row]]:
-        """Claim what a look at the keys of due messages finds, with ``plain`` or from where bounds begin."""
+        """Claim from the keys of due messages, with the statement ``plain`` or with its bounded variant."""
         bounds = self._bounds(params["namespace"])
         if bounds.is_active and bounds.clock() >= bounds.next_look:
             yield from self._watch(bounds, params["namespace"], terms)
@@ -169,7 +169,7 @@ class Bounded(Dialect):
         bounds.claimed([row for row in seen.rows if row[0] is not None], bounds.clock() - began)
         if is_bounded and seen.rows[0][MARK + 2] != server:
             bounds.forget()
-        elif is_bounded and bounds.due_from == due_from:  # otherwise it was set back meanwhile, for a reason
+        elif is_bounded and bounds.due_from == due_from:  # otherwise it was lowered while the statement ran
             bounds.due_from = seen.rows[0][MARK + 1]
         return seen.rows
 
@@ -177,13 +177,13 @@ class Bounded(Dialect):
         return self.bounds.setdefault(namespace, Bounds())
 
     def _watch(self, bounds: Bounds, namespace: str, terms: ClaimTerms) -> Script[None]:
-        """Look who writes; once all have ended that could bring messages below a floor, make a survey."""
-        # Set before anything is asked: another claim may be under way, and one that fails must not be repeated at once.
-        bounds.next_look = began = bounds.clock()
-        bounds.next_look += PAUSE
+        """Read the open writers; once those that could add messages below a floor have ended, run a survey."""
+        began = bounds.clock()
+        # Set before the first statement: neither a concurrent claim nor one after a failure must do the same at once.
+        bounds.next_look = began + PAUSE
         is_survey_due = began >= bounds.next_survey
         highest, writers = bounds.highest, bounds.writers
-        # Once in a while leases are looked for from the start, in case that one was given late.
+        # A lease shorter than the claim that granted it becomes visible late, so the bound is rebuilt now and then.
         leased_from = -inf if is_survey_due else bounds.leased_from
         looked = yield self.query(self._writers, namespace=namespace, leased_from=leased_from)
         bounds.leased_from, at, server = looked.rows[0][:3]
@@ -199,10 +199,10 @@ class Bounded(Dialect):
             bounds.next_survey = bounds.clock() + SHARE * (bounds.clock() - began)
 
     def _survey(self, bounds: Bounds, namespace: str, terms: ClaimTerms, seq: int) -> Script[None]:
-        """Find the keys that begin below a floor, which is lowered if there are too many."""
+        """Find the keys with unsettled messages up to ``seq``; with too many of them the floor is lowered."""
         skips_dead = terms.on_dead == "skip"
         began = bounds.clock()
-        bounds.next_survey = began + SHARE * PAUSE  # in case that it fails
+        bounds.next_survey = began + SHARE * PAUSE  # applies if the statement fails
         found = yield self.query(
             self._exceptions, namespace=namespace, floor=seq, skip_dead=skips_dead, most=EXCEPTIONS
         )
@@ -219,7 +219,7 @@ class Bounded(Dialect):
             runs = runs.replace(f"{{{word}}}", text)
         return self._bounded_keys.replace("{leased_from}", self._leased_from) + runs
 
-    #: What makes `runs` begin at the start of each key.
+    #: Words that make `runs` scan each key from its start.
     _starts: ClassVar[Mapping[str, str]] = {
         "with_start": ", keys.start",
         "from_start_of_keys": " AND seq >= keys.start",
@@ -227,7 +227,7 @@ class Bounded(Dialect):
     }
     _leased_from: ClassVar[str] = " AND locked_until >= to_timestamp(:leased_from::float8)"
     server: ClassVar[str] = "extract(epoch FROM pg_postmaster_start_time())::text"
-    # A transaction holds this lock from before it draws a number until it has ended, also one that is prepared.
+    # An INSERT takes this lock before nextval() and keeps it to the end of its transaction, prepared ones included.
     _writers: ClassVar[str] = f"""
         SELECT mark.*, virtualtransaction, pid IS NULL
         FROM (
@@ -276,7 +276,7 @@ class Bounded(Dialect):
                  AS t(topic, {{key}}, seq, waits)
         ), mark AS (
             SELECT :window IN ((SELECT count(*) FROM expired), (SELECT count(*) FROM due)) AS is_full,
-                   -- What waits behind a head that waits itself is found with that head, or by the next survey.
+                   -- Followers of a head that waits are claimed together with it, so they do not hold the bound.
                    extract(epoch FROM LEAST(now(), COALESCE(
                        (SELECT min(next_attempt_at) FROM due LEFT JOIN exceptions USING (topic, {{key}})
                         WHERE waits IS NOT TRUE),
@@ -285,7 +285,7 @@ class Bounded(Dialect):
                    {server} AS server
         ), keys AS MATERIALIZED (
             SELECT topic, {{key}}, min(turn) AS turn,
-                   -- A message that was seen is always reached, whatever the floor says.
+                   -- The scan of a key includes every due message found, even if the floor were wrong.
                    CASE WHEN (SELECT server FROM mark) = :server::text
                         THEN LEAST(COALESCE(min(exceptions.seq), :floor::bigint + 1), min(either.seq))
                         ELSE 0 END AS start
@@ -301,7 +301,7 @@ class Bounded(Dialect):
 def _bound_params(bounds: Bounds, terms: ClaimTerms) -> dict[str, Any]:
     floor = bounds.floor
     if floor and floor.skips_dead and terms.on_dead != "skip":
-        floor = None  # it knows nothing of dead messages, which hold back others here and may be pending again
+        floor = None  # dead messages, which block their key here, are missing from its exceptions
     exceptions = floor.exceptions if floor else {}
     return {
         "leased_from": bounds.leased_from,
