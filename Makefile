@@ -70,8 +70,8 @@ chaos: setup ## Break things under load and check every promise; SECONDS=60 STOR
 	@$(BIN)/python -m chaos --store $(STORE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 .PHONY: bench
-bench: $(VENV)/.bench ## Measure against bare commands and the peers; QUICK=1 takes three minutes, ONLY=postgres.add a part.
-	$(BIN)/python -m bench $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY))
+bench: $(VENV)/.bench ## Measure against bare commands and the peers; QUICK=1 takes three minutes, ONLY=postgres.add a part, BASE=<commit> compares with that commit.
+	$(BIN)/python -m bench $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(BASE),--base $(BASE))
 
 .PHONY: format
 format: setup ## Format the code and apply the safe fixes.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .compare import compare
 from .measure import Bench, Result
 from .report import environment, show, write_json, write_page, write_picture
 from .workloads import WORKLOADS
@@ -17,19 +19,22 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Run the workloads that were asked for; whatever they show, this ends well."""
+    """Run the workloads that were asked for; only a comparison with another commit can end badly."""
     parser = argparse.ArgumentParser(
         prog="make bench",
         description="Measure postroom against bare commands and against its peers; speeds are ratios of one run.",
-        epilog="examples: make bench · make bench QUICK=1 · make bench ONLY=postgres.add",
+        epilog="examples: make bench · make bench QUICK=1 · make bench ONLY=postgres.add · make bench BASE=HEAD~3",
     )
     parser.add_argument("--quick", action="store_true", help="less of everything: under three minutes")
     parser.add_argument("--only", default="", metavar="PREFIX", help="only results whose name begins like this")
+    parser.add_argument("--base", metavar="COMMIT", help="compare processor time per message with this commit instead")
     options = parser.parse_args()
+    console = Console(width=None if Console().is_terminal else 160)
+    if options.base:
+        sys.exit(not compare(options.base, options.only, console, quick=options.quick))
     wanted = [name for name in WORKLOADS if name.startswith(options.only) or options.only.startswith(name)]
     if not wanted:
         parser.error(f"nothing begins with {options.only!r}; there are {', '.join(WORKLOADS)}")
-    console = Console(width=None if Console().is_terminal else 160)
     results, servers = measure(wanted, console, quick=options.quick)
     show(results, console)
     if not options.only:  # a part of the figures must not pass for all of them

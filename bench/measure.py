@@ -161,6 +161,10 @@ class Bench:
             return server.create_database(f"bench_{number}")
         return urlsplit(server.dsn)._replace(path=f"/{number}").geturl()
 
+    def server_pid(self, kind: Kind) -> int:
+        """Return the main process of a server; SQLite has none, which is 0."""
+        return 0 if kind == "sqlite" else self._server(kind).pid
+
     def _server(self, kind: Kind) -> Server:
         if kind not in self._servers:
             server: Server

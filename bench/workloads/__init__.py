@@ -25,6 +25,7 @@ WORKLOADS: dict[str, Workload] = {
     "postgres.latency.": latency.noticed,
     "postgres.claim.": claiming.flat,
     "postgres.held_snapshot.": claiming.held_snapshot,
+    "postgres.held_snapshot_keyed.": claiming.held_snapshot_keyed,
     "dispatcher.rss_growth": dispatching.memory,
     "dispatcher.two_processes": dispatching.two_processes,
     "consume.postgres.": handling.consumed,

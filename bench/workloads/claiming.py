@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ..measure import Bench, Job, Result
+from ..trials.snapshot import KEYED_RATE, KEYS
 
-__all__ = ["flat", "held_snapshot"]
+__all__ = ["flat", "held_snapshot", "held_snapshot_keyed"]
 
 _TRIAL = "trials.claiming"
 
@@ -74,4 +75,25 @@ def held_snapshot(bench: Bench) -> Iterator[Result]:
             goal=goal,
             better="lower",
             detail=told,
+        )
+
+
+def held_snapshot_keyed(bench: Bench) -> Iterator[Result]:
+    """Latency of messages with keys, soon after a transaction was left open, and much later."""
+    dsn = bench.database("postgres")
+    bench.call("trials.snapshot", dsn, "prepare")
+    spans = ((1, 2), (3, 4), (5, 6)) if bench.quick else ((5, 15), (110, 120), (290, 300))
+    answer = bench.call("trials.snapshot", dsn, "latencies_of_keys", spans=spans, rate=KEYED_RATE, hold=True)
+    soon, later, latest = answer["medians"]
+    medians = "; ".join(
+        f"p50 {median * 1e3:.1f} ms from {start} s to {end} s"
+        for (start, end), median in zip(spans, answer["medians"], strict=True)
+    )
+    for name, goal, value in (("p50_growth", 5.0, later / soon), ("p50_later", 1.5, latest / later)):
+        yield Result(
+            name=f"postgres.held_snapshot_keyed.{name}",
+            value=value,
+            goal=goal,
+            better="lower",
+            detail=f"{KEYED_RATE:,} messages/s over {KEYS:,} keys, {answer['rate']:,.0f}/s delivered: {medians}",
         )

@@ -14,11 +14,10 @@ from ..claiming import RUN, WINDOW, Walk, in_order
 from ..dialect import Dialect, Server
 from ..settling import is_lost
 from ..statement import Row, Script, Statement
+from .postgres_bounds import MARK, Bounded
 
 __all__ = ["PostgreSQL", "lock_number"]
 
-#: Where the columns of a claimed row end, and what is told of the claim itself begins.
-_MARK = 13
 #: More bytes than any table holds.
 _NO_BOUND = 1 << 62
 
@@ -59,7 +58,7 @@ def _is_plain(addition: Addition) -> bool:
     )
 
 
-class PostgreSQL(Dialect):
+class PostgreSQL(Bounded):
     """PostgreSQL's wording; lists are arrays."""
 
     name = "postgresql"
@@ -179,8 +178,8 @@ class PostgreSQL(Dialect):
     # -- claim -------------------------------------------------------------------------------------------------
 
     def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
-        text = in_order(self._claim_loose, terms)
-        claimed = yield self.query(text, limit=limit, **self._claiming(namespace, terms))
+        text, bound = self.leased(in_order(self._claim_loose, terms), namespace)
+        claimed = yield self.query(text, limit=limit, **bound, **self._claiming(namespace, terms))
         return claimed.rows
 
     def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
@@ -190,10 +189,10 @@ class PostgreSQL(Dialect):
             walked = yield from self._walk(params, walk)
             if walked:
                 return walked
-        seen = yield self.query(in_order(self._claim_seen, terms), **params)
-        claimed = [row for row in seen.rows if row[0] is not None]
+        seen = yield from self.look(in_order(self._claim_seen, terms), params, terms)
+        claimed = [row for row in seen if row[0] is not None]
         # Followers of keys that wait may fill the whole window; behind them there may be keys that could go.
-        is_clogged = seen.rows[0][_MARK] and len(claimed) < limit
+        is_clogged = seen[0][MARK] and len(claimed) < limit
         if is_clogged and not claimed and not was_due:
             return (yield from self._walk(params, walk))
         # What is claimed is committed: another statement that failed would leave it to nobody until its lease ends.
@@ -202,11 +201,12 @@ class PostgreSQL(Dialect):
 
     def _walk(self, params: Mapping[str, Any], walk: Walk) -> Script[list[Row]]:
         walked = yield self.query(self._claim_walked, from_topic=walk.topic, from_key=walk.key, **params)
-        walk.topic, walk.key = walked.rows[0][_MARK:]
+        walk.topic, walk.key = walked.rows[0][MARK:]
         return [row for row in walked.rows if row[0] is not None]
 
     def claim_suspect(self, namespace: str, terms: ClaimTerms) -> Script[Sequence[Row]]:
-        claimed = yield self.query(self._claim_suspect, **self._claiming(namespace, terms))
+        text, bound = self.leased(self._claim_suspect, namespace)
+        claimed = yield self.query(text, **bound, **self._claiming(namespace, terms))
         return claimed.rows
 
     def _claiming(self, namespace: str, terms: ClaimTerms) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class PostgreSQL(Dialect):
     _claim_loose: ClassVar[str] = f"""
         WITH expired AS MATERIALIZED (
             SELECT id, {{size}} AS size FROM {{outbox}}
-            WHERE namespace = :namespace::text AND {{loose}} AND {Dialect.is_expired}
+            WHERE namespace = :namespace::text AND {{loose}} AND {Dialect.is_expired}{{leased_from}}
             ORDER BY locked_until LIMIT :limit::bigint FOR UPDATE SKIP LOCKED
         ), due AS MATERIALIZED (
             SELECT id, {{size}} AS size FROM {{outbox}}
@@ -247,19 +247,20 @@ class PostgreSQL(Dialect):
         )
         {take}
         """
+    _bounded: ClassVar[str] = Dialect.suspect.replace("locked_until < {now}", "locked_until < {now}{leased_from}")
     _claim_suspect: ClassVar[str] = f"""
-        WITH chosen AS MATERIALIZED (SELECT id FROM {{outbox}} AS head {Dialect.suspect})
+        WITH chosen AS MATERIALIZED (SELECT id FROM {{outbox}} AS head {_bounded})
         {take}
         """
     #: Claims runs of ``keys``, in their turn.
     runs: ClassVar[str] = f"""
         heads AS MATERIALIZED (
-            SELECT keys.topic, keys.{{key}}
+            SELECT keys.topic, keys.{{key}}{{with_start}}
             FROM (SELECT * FROM keys ORDER BY turn) AS keys CROSS JOIN LATERAL (
                 SELECT (({Dialect.is_due}) OR ({Dialect.is_expired})) AND {Dialect.not_blocked} AS eligible
                 FROM {{outbox}} AS head
                 WHERE {{unsettled}} AND namespace = :namespace
-                  AND topic = keys.topic AND {{key}} = keys.{{key}}
+                  AND topic = keys.topic AND {{key}} = keys.{{key}}{{from_start_of_keys}}
                 ORDER BY seq LIMIT 1) AS head
             WHERE head.eligible
             LIMIT :limit::bigint
@@ -271,7 +272,7 @@ class PostgreSQL(Dialect):
                     SELECT id, seq, (({Dialect.is_due}) OR ({Dialect.is_expired})) AND {Dialect.not_blocked} AS eligible
                     FROM {{outbox}} AS head
                     WHERE {{unsettled}} AND namespace = :namespace
-                      AND topic = heads.topic AND {{key}} = heads.{{key}}
+                      AND topic = heads.topic AND {{key}} = heads.{{key}}{{from_start_of_heads}}
                     ORDER BY seq
                     LIMIT GREATEST(:limit / GREATEST((SELECT count(*) FROM heads), 1), :run::bigint)) AS next
                 ) AS run
@@ -350,6 +351,8 @@ class PostgreSQL(Dialect):
         for statement in self._settling(settlements, keep_delivered=keep_delivered):
             result = yield statement
             changed += result.count
+        if any(type(settlement.outcome) is Release for settlement in settlements):
+            self.forget_bounds()  # released messages keep their old due time
         if changed == len(settlements):
             return []
         known = yield from self._states([settlement.claim for settlement in settlements])
@@ -464,6 +467,7 @@ class PostgreSQL(Dialect):
     def unpark(self, namespace: str, destination: str, limit: int) -> Script[int]:
         name = destination_name(destination)
         changed = yield self.sql(self._unpark, namespace=namespace, destination=name, limit=limit)
+        self.forget_bounds()  # they are due as of their creation
         return min(changed.count, limit)
 
     # A head that another statement has locked is on its way.
@@ -535,6 +539,7 @@ class PostgreSQL(Dialect):
     # -- server ------------------------------------------------------------------------------------------------
 
     def probe(self) -> Script[Server]:
+        self.bounds.clear()  # this may be another server than before
         answer = yield self.query(
             "SELECT current_setting('server_version_num')::int, current_setting('transaction_read_only')::boolean"
         )

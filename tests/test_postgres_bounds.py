@@ -1,0 +1,453 @@
+"""Bounded scans of keyed claims in PostgreSQL: which messages they may skip, and which they must not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from postroom import Message, Outbox
+from postroom.store import Claim, ClaimTerms, Dead, Delivered, OnDead, Outcome, Release, Retry, Settlement
+from postroom.stores import PostgresStore
+from postroom.stores.sql.dialects import postgres_bounds
+from postroom.stores.sql.dialects.postgres import PostgreSQL
+from postroom.stores.sql.dialects.postgres_bounds import Bounds, Floor, Writers
+from postroom.testing.servers import PostgresServer
+
+Connection: TypeAlias = "asyncpg.Connection[Any]"
+
+LEASE = timedelta(minutes=5)
+
+
+def terms(on_dead: OnDead = "block") -> ClaimTerms:
+    return ClaimTerms(worker=uuid4(), lease=LEASE, on_dead=on_dead)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every claim after the first one read the open writers, and run a survey as soon as they have ended."""
+    for name, value in {"SLOW": -1.0, "SLOW_CLAIMS": 1, "PAUSE": 0.0, "SHARE": 0, "QUICK": -1.0}.items():
+        monkeypatch.setattr(postgres_bounds, name, value)
+
+
+class Site:
+    """A store whose bounds can be looked at, and a connection to look at its table."""
+
+    def __init__(self, dsn: str, store: PostgresStore, connection: Connection) -> None:
+        self.dsn = dsn
+        self.store = store
+        self.connection = connection
+        self.outbox = Outbox()
+
+    @property
+    def bounds(self) -> Bounds:
+        dialect = self.store.schema.dialect
+        assert isinstance(dialect, PostgreSQL)
+        return dialect.bounds.setdefault("default", Bounds())
+
+    @property
+    def floor(self) -> int:
+        return self.bounds.floor.seq if self.bounds.floor else 0
+
+    async def add(self, *names: str, key: str, connection: Connection | None = None, **options: Any) -> None:  # noqa: ANN401
+        messages = [Message(topic="t", key=key, payload=name.encode()) for name in names]
+        await self.outbox.add(connection or self.connection, messages, outside_transaction=True, **options)
+
+    async def claim(self, limit: int = 100, *, on_dead: OnDead = "block") -> list[Claim]:
+        return await self.store.claim(limit, terms(on_dead))
+
+    async def settle(self, claims: Sequence[Claim], outcome: Outcome) -> None:
+        assert await self.store.settle([Settlement(claim, outcome) for claim in claims]) == []
+
+    async def deliver(self, limit: int = 100, *, on_dead: OnDead = "block") -> list[str]:
+        """Claim and deliver; return the payloads."""
+        claims = await self.claim(limit, on_dead=on_dead)
+        await self.settle(claims, Delivered())
+        return names(claims)
+
+    async def pass_by(self, *, above: int = 0, on_dead: OnDead = "block") -> None:
+        """Deliver messages of other keys until a floor has been found above them."""
+        await self.add("first", key=uuid4().hex)
+        assert "first" in await self.deliver(on_dead=on_dead)
+        wanted = max(self.bounds.highest, above)
+        for number in range(10):
+            await self.add(f"other {number}", key=uuid4().hex)
+            await self.deliver(on_dead=on_dead)
+            if self.floor >= wanted:
+                return
+        raise AssertionError(f"the floor {self.floor} has not risen to {wanted}")
+
+    async def seq(self, name: str) -> int:
+        text = "SELECT seq FROM postroom_outbox WHERE payload = $1"
+        return int(await self.connection.fetchval(text, name.encode()))
+
+    @asynccontextmanager
+    async def producer(self) -> AsyncIterator[Connection]:
+        connection = await asyncpg.connect(self.dsn)
+        try:
+            yield connection
+        finally:
+            await connection.close()
+
+
+@pytest.fixture
+async def site(postgres_dsn: str) -> AsyncIterator[Site]:
+    async with opened(postgres_dsn) as site:
+        yield site
+
+
+@asynccontextmanager
+async def opened(dsn: str) -> AsyncIterator[Site]:
+    store = PostgresStore(dsn)
+    await store.apply_schema()
+    await store.open()
+    connection = await asyncpg.connect(dsn)
+    try:
+        yield Site(dsn, store, connection)
+    finally:
+        await connection.close()
+        await store.close()
+
+
+def names(claims: Sequence[Claim]) -> list[str]:
+    return [claim.message.payload.decode() for claim in claims]
+
+
+async def test_a_message_whose_transaction_commits_late_is_not_passed_over(site: Site) -> None:
+    async with site.producer() as late:
+        transaction = late.transaction()
+        await transaction.start()
+        await site.add("late", key="k", connection=late)
+        await site.add("early", key="k")
+        assert await site.deliver() == ["early"]  # nothing else is there for anybody to see
+        for number in range(5):
+            await site.add(f"other {number}", key=f"o{number}")
+            assert await site.deliver() == [f"other {number}"]
+        passed = site.floor
+        await transaction.commit()
+        late_seq = await site.seq("late")
+
+    assert passed < late_seq
+    assert await site.deliver() == ["late"]
+    await site.pass_by(above=late_seq)
+
+
+async def test_a_message_that_committed_late_goes_before_those_of_its_key_that_were_added_afterwards(
+    site: Site,
+) -> None:
+    await site.add("zeroth", key="k")
+    await site.pass_by()
+    async with site.producer() as late:
+        transaction = late.transaction()
+        await transaction.start()
+        await site.add("first", key="k", connection=late)
+        for number in range(5):
+            await site.add(f"other {number}", key=f"o{number}")
+            assert await site.deliver() == [f"other {number}"]
+        await transaction.commit()
+    await site.add("second", key="k")
+
+    claims = await site.claim(1)
+
+    assert names(claims) == ["first"]
+    assert await site.deliver() == []  # the first is in flight
+    await site.settle(claims, Delivered())
+    assert await site.deliver() == ["second"]
+
+
+async def test_a_transaction_that_began_before_the_floor_and_adds_behind_it_is_not_passed_over(site: Site) -> None:
+    """What counts is the number of a message, and that is drawn when it is added."""
+    async with site.producer() as long:
+        transaction = long.transaction()
+        await transaction.start()
+        await long.fetchval("SELECT count(*) FROM postroom_outbox")
+        await site.pass_by()
+        await site.add("first", key="k", connection=long)
+        await site.add("second", key="j")
+        assert await site.deliver() == ["second"]
+        await transaction.commit()
+
+    assert await site.deliver() == ["first"]
+
+
+@pytest.mark.parametrize("state", ["in flight", "backed off", "scheduled", "dead"])
+async def test_a_key_that_waits_is_an_exception_and_its_later_messages_stay_behind(site: Site, state: str) -> None:
+    await site.add("head", key="k", delay=timedelta(hours=1 if state == "scheduled" else 0))
+    claims = await site.claim()
+    outcomes: dict[str, Outcome] = {"backed off": Retry("no", timedelta(hours=1)), "dead": Dead("no")}
+    if state in outcomes:
+        await site.settle(claims, outcomes[state])
+    await site.pass_by(above=await site.seq("head"))
+    await site.add("follower", key="k")
+
+    assert site.bounds.floor
+    assert site.bounds.floor.exceptions["t", "k"] == (await site.seq("head"), state != "in flight")
+    assert await site.deliver() == []
+
+    if state == "in flight":
+        await site.settle(claims, Delivered())
+        assert await site.deliver() == ["follower"]
+    else:
+        # The same statement redrives a dead message and makes the others due.
+        text = "UPDATE postroom_outbox SET status = 'pending', next_attempt_at = now() WHERE payload = 'head'"
+        await site.connection.execute(text)
+        assert await site.deliver() == ["head", "follower"]
+
+
+async def test_a_message_that_is_redriven_goes_before_the_others_of_its_key_however_many_are_due(site: Site) -> None:
+    """A window that other messages fill does not show it."""
+    await site.add("head", key="k")
+    await site.settle(await site.claim(), Dead("no"))
+    await site.pass_by(above=await site.seq("head"))
+    await site.add("follower", key="k", due_at=(await site.connection.fetchval("SELECT now() - interval '1 hour'")))
+    for number in range(8):
+        await site.add(f"o{number}", key=f"o{number}")
+    await site.connection.execute(
+        "UPDATE postroom_outbox SET status = 'pending', next_attempt_at = now() WHERE payload = 'head'"
+    )
+
+    claims = await site.claim(1)  # which looks at four
+
+    assert names(claims) == ["head"]
+
+
+async def test_a_floor_that_lets_dead_messages_pass_is_none_where_they_hold_back_others(site: Site) -> None:
+    await site.add("head", key="k")
+    await site.settle(await site.claim(on_dead="skip"), Dead("no"))
+    head = await site.seq("head")
+    await site.pass_by(above=head, on_dead="skip")
+    assert site.bounds.floor
+    assert not site.bounds.floor.exceptions
+    assert site.bounds.floor.skips_dead
+    site.bounds.next_look = float("inf")  # so that the floor stays as it is
+    await site.add("follower", key="k")
+
+    assert await site.deliver(on_dead="block") == []
+    assert await site.deliver(on_dead="skip") == ["follower"]
+
+
+async def test_with_too_many_exceptions_the_floor_is_lowered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_bounds, "EXCEPTIONS", 2)
+    for number in range(4):
+        await site.add(f"waiting {number}", key=f"w{number}", delay=timedelta(hours=1))
+    third = await site.seq("waiting 2")
+
+    for number in range(5):
+        await site.add(f"other {number}", key=f"o{number}")
+        await site.deliver()
+
+    assert site.bounds.floor == Floor(
+        third - 1,
+        {("t", "w0"): (await site.seq("waiting 0"), True), ("t", "w1"): (await site.seq("waiting 1"), True)},
+        skips_dead=False,
+    )
+
+
+async def test_what_is_released_is_found_again_at_once(site: Site) -> None:
+    await site.pass_by()
+    await site.add("a", key="k")
+    claims = await site.claim()
+    await site.connection.execute("UPDATE postroom_outbox SET next_attempt_at = now() - interval '1 hour'")
+    # Nothing but the release makes the next claim look from the start.
+    site.bounds.next_look, site.bounds.due_from = float("inf"), await epoch(site)
+    assert await site.deliver() == []
+
+    await site.settle(claims, Release())
+
+    assert await site.deliver() == ["a"]
+
+
+async def test_what_commits_late_is_looked_for_without_a_survey(site: Site) -> None:
+    """Otherwise it would wait until a survey is due, which may be long in a large table."""
+    await site.pass_by()
+    site.bounds.next_survey = float("inf")
+    async with site.producer() as late:
+        transaction = late.transaction()
+        await transaction.start()
+        await site.add("late", key="k", connection=late)
+        added = await epoch(site)
+        async with asyncio.timeout(60):
+            while site.bounds.due_from <= added:
+                assert await site.deliver() == []
+        await transaction.commit()
+
+    assert await site.deliver() == ["late"]
+
+
+async def epoch(site: Site) -> float:
+    return float(await site.connection.fetchval("SELECT extract(epoch FROM clock_timestamp())::float8"))
+
+
+@pytest.mark.parametrize("key", ["k", None])
+async def test_a_lease_that_ran_out_is_found_behind_the_bound(site: Site, key: str | None) -> None:
+    await site.pass_by()
+    await site.outbox.add(site.connection, Message(topic="t", key=key, payload=b"a"), outside_transaction=True)
+    assert names(await site.store.claim(10, ClaimTerms(worker=uuid4(), lease=timedelta(milliseconds=1)))) == ["a"]
+
+    claims: list[Claim] = []
+    async with asyncio.timeout(30):
+        while not claims:
+            claims = await site.claim()
+
+    assert names(claims) == ["a"]
+
+
+async def test_after_a_failover_nothing_is_passed_over(site: Site) -> None:
+    """The server that takes over may have lost the last numbers, and draw them again."""
+    await site.pass_by()
+    site.bounds.server, site.bounds.floor = "another", Floor(10**9, {}, skips_dead=False)
+    site.bounds.next_look = float("inf")
+    await site.add("a", "b", key="k")
+    claims = await site.claim(1)
+    site.bounds.server, site.bounds.floor = "another", Floor(10**9, {}, skips_dead=False)
+    site.bounds.is_active = True
+
+    assert names(claims) == ["a"]
+    assert await site.deliver() == []
+    assert site.bounds.floor is None
+
+
+async def test_a_store_that_is_opened_again_knows_nothing(site: Site) -> None:
+    await site.pass_by()
+    await site.store.close()
+    await site.store.open()
+
+    assert site.bounds == Bounds()
+
+
+async def test_while_a_snapshot_is_held_a_claim_reads_no_more_than_it_has_to(site: Site) -> None:
+    """And without bounds it reads every message of the last minutes."""
+    async with site.producer() as stranger, stranger.transaction(isolation="repeatable_read"):
+        await stranger.fetchval("SELECT count(*) FROM postroom_outbox")
+        for _ in range(20):
+            await site.add(*map(str, range(100)), key="k")
+            assert len(await site.deliver()) == 100
+        await site.pass_by()
+        ended = await epoch(site)
+        async with asyncio.timeout(60):
+            while site.bounds.due_from <= ended:
+                assert await site.deliver() == []
+        await site.add("next", key="k")
+
+        plain, bounded = [await pages(site, is_active=is_active) for is_active in (False, True)]
+
+    assert bounded * 10 < plain
+
+
+async def pages(site: Site, *, is_active: bool) -> int:
+    """Return how many pages a claim reads, with and without its bounds."""
+    site.bounds.next_look = float("inf")
+    site.bounds.is_active = is_active
+    dialect = site.store.schema.dialect
+    assert isinstance(dialect, PostgreSQL)
+    params = {**dialect._claiming("default", terms()), "limit": 1, "window": 4, "run": 1}  # noqa: SLF001
+    text, values = next(dialect.look(dialect._claim_seen, params, terms())).bind("numeric", arrays=True)  # noqa: SLF001
+    transaction = site.connection.transaction()
+    await transaction.start()
+    try:
+        plan = json.loads(await site.connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {text}", *values))
+    finally:
+        await transaction.rollback()
+    return int(plan[0]["Plan"]["Shared Hit Blocks"]) + int(plan[0]["Plan"]["Shared Read Blocks"])
+
+
+async def test_two_stores_keep_the_order_of_keys_while_transactions_commit_late(postgres_dsn: str) -> None:
+    """Both move their own bounds, and each sees only what it claims itself."""
+    async with opened(postgres_dsn) as one, opened(postgres_dsn) as two:
+        arrived: dict[str, list[int]] = {f"k{key}": [] for key in range(4)}
+        produced = asyncio.gather(*(produce(one, key) for key in arrived))
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(consume(site, arrived) for site in (one, two)))
+        await produced
+
+        assert one.bounds.floor
+        assert two.bounds.floor
+    assert arrived == {key: list(range(COUNT)) for key in arrived}
+
+
+COUNT = 40
+
+
+async def produce(site: Site, key: str) -> None:
+    """Add messages one after the other; every transaction stays open while others commit."""
+    async with site.producer() as connection:
+        for number in range(COUNT):
+            async with connection.transaction():
+                await site.add(str(number), key=key, connection=connection)
+                await asyncio.sleep(0.002 * (number % 5))
+
+
+async def consume(site: Site, arrived: dict[str, list[int]]) -> None:
+    while any(len(numbers) < COUNT for numbers in arrived.values()):
+        claims = await site.claim(3)
+        for claim in claims:
+            assert claim.message.key
+            arrived[claim.message.key].append(int(claim.message.payload))
+        await asyncio.sleep(0.001)
+        await site.settle(claims, Delivered())
+
+
+@pytest.mark.prove
+async def test_a_transaction_that_is_prepared_is_waited_for() -> None:
+    with PostgresServer(settings={"max_prepared_transactions": "5"}) as server:
+        async with opened(server.create_database("bounds")) as site, site.producer() as late:
+            await site.add("zeroth", key="k")
+            await site.pass_by()
+            await late.execute("BEGIN")
+            await site.add("late", key="k", connection=late)
+            await site.add("other", key="o")
+            assert await site.deliver() == ["other"]
+            await late.execute("PREPARE TRANSACTION 'late'")
+            for number in range(5):
+                await site.add(f"other {number}", key=f"o{number}")
+                assert await site.deliver() == [f"other {number}"]
+            passed = site.floor
+            await late.execute("COMMIT PREPARED 'late'")
+            late_seq = await site.seq("late")
+            await site.add("later", key="k")
+
+            assert passed < late_seq
+            assert await site.deliver() == ["late", "later"]
+
+
+def test_transactions_have_ended_when_none_of_them_writes_any_more() -> None:
+    writers = Writers(7, {"1/1", "2/1"})
+
+    assert not writers.have_ended({"1/1": False, "2/1": False, "3/1": False})
+    assert not writers.have_ended({"2/1": False, "3/1": False, "1/2": False})
+    assert writers.have_ended({"3/1": False, "1/2": False})
+
+
+def test_a_transaction_that_goes_on_under_another_name_once_it_is_prepared_has_not_ended() -> None:
+    writers = Writers(7, {"1/1"})
+
+    assert not writers.have_ended({"-1/700": True, "1/2": False})
+    assert not writers.have_ended({"-1/700": True, "-1/701": True})
+    assert writers.have_ended({"-1/701": True})  # which was prepared when all had ended
+
+
+def test_nothing_is_prepared_while_claims_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLOW": 0.01, "SLOW_CLAIMS": 3, "QUICK": 0.01}.items():
+        monkeypatch.setattr(postgres_bounds, name, value)
+    bounds = Bounds()
+    rows = [("id", "t", "t", "k", b"", "", "", None, None, None, 1, 1, 42)] * 10
+
+    for seconds in (0.02, 0.02, 0.001, 0.02, 0.02):
+        bounds.claimed(rows, seconds)
+    assert not bounds.is_active
+    assert bounds.highest == 42
+
+    bounds.claimed(rows, 0.02)
+    assert bounds.is_active
+
+    for _ in range(3):
+        bounds.surveyed(Floor(1, {}, skips_dead=False), 0.001)
+    assert not bounds.is_active
+    assert bounds.floor is None
