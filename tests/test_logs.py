@@ -220,6 +220,16 @@ async def test_a_failure_that_a_publisher_reports_is_a_warning_too(
     assert plain.lines("WARNING")[0].endswith(f" topic=orders attempt=1/10: {error}")
 
 
+async def test_a_failure_that_a_function_returns_is_a_warning_too(plain: Plain) -> None:
+    async def send(_: Message) -> Outcome:
+        return Retry("quota")
+
+    await Dispatcher(stored(), send, backoff=an_hour).run(until_idle=True)
+
+    [line] = plain.lines("WARNING")
+    assert line.endswith(" topic=orders attempt=1/10: quota")
+
+
 async def test_what_a_reader_nacks_is_no_warning(plain: Plain) -> None:
     """The reader knows, and a consumer has logged it."""
     async with source(stored(), backoff=an_hour) as deliveries:

@@ -12,7 +12,10 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, cast
 from .collapse import Kind
 from .text import MAX_ERROR, duration, labelled, printable
 
-__all__ = ["Event", "Listener"]
+__all__ = ["Ends", "Event", "Listener"]
+
+#: What is over with an event: repeats about its place, or all of them.
+Ends: TypeAlias = Literal["nothing", "place", "everything"]
 
 #: What differs between two errors of one kind: ids, addresses and numbers.
 _VARIABLE: Final = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|0x[0-9a-fA-F]+|\d+")
@@ -31,7 +34,7 @@ class Event:
     #: logged once, and everything else always.
     burst: ClassVar[int | None] = None
     #: What is over with this event, so that held back repeats are written before it.
-    ends: ClassVar[Literal["nothing", "place", "everything"]] = "nothing"
+    ends: ClassVar[Ends] = "nothing"
 
     def __str__(self) -> str:
         """Return what happened, in one printable line."""

@@ -6,10 +6,10 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final
+from typing import ClassVar, Final
 from uuid import UUID
 
-from .event import Event, Listener
+from .event import Ends, Event, Listener
 from .logs import log_event
 from .text import describe
 
@@ -59,7 +59,7 @@ class Started(Event):
 
     level = logging.INFO
     text = "dispatcher started: namespace=%(namespace)s worker=%(worker)s"
-    ends = "everything"
+    ends: ClassVar[Ends] = "everything"
     worker: UUID
     namespace: str
 
@@ -70,7 +70,7 @@ class Stopped(Event):
 
     level = logging.INFO
     text = "dispatcher stopped: released=%(released)s worker=%(worker)s"
-    ends = "everything"
+    ends: ClassVar[Ends] = "everything"
     worker: UUID
     released: int
 
@@ -149,7 +149,7 @@ class Died(Event):
 
     level = logging.ERROR
     text = "%(subject)s is dead: %(error)s"
-    burst = DEAD_BURST
+    burst: ClassVar[int | None] = DEAD_BURST
     message_id: UUID
     topic: str
     attempt: int
@@ -186,7 +186,7 @@ class BreakerClosed(Event):
 
     level = logging.INFO
     text = "destination %(destination)s is up again"
-    ends = "place"
+    ends: ClassVar[Ends] = "place"
     destination: str
 
 
@@ -208,7 +208,7 @@ class StoreRecovered(Event):
 
     level = logging.INFO
     text = "store call '%(operation)s' succeeds again"
-    ends = "place"
+    ends: ClassVar[Ends] = "place"
     operation: str
 
 
@@ -253,7 +253,7 @@ class ConsumerStarted(Event):
 
     level = logging.INFO
     text = "consumer started: types=%(types)s"
-    ends = "everything"
+    ends: ClassVar[Ends] = "everything"
     types: tuple[str, ...]
 
 
@@ -263,7 +263,7 @@ class ConsumerStopped(Event):
 
     level = logging.INFO
     text = "consumer stopped: released=%(released)s"
-    ends = "everything"
+    ends: ClassVar[Ends] = "everything"
     released: int
 
 
@@ -322,7 +322,7 @@ class DeadLettered(Event):
 
     level = logging.ERROR
     text = "%(subject)s was dead-lettered: %(error)s"
-    burst = DEAD_BURST
+    burst: ClassVar[int | None] = DEAD_BURST
     message_id: UUID
     type: str
     attempt: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ from ..logs import Collapsed, summed_up
 from ..retry import Backoff
 from ..store import Store
 from ..stores.sql.store import WEEK
-from .options import Duration, StoreOptions, as_line, derived_options, option, run, show_duration, store_options
+from .options import Duration, StoreOptions, derived_options, option, run, show_duration, store_options
 
 __all__ = ["EventLog", "dispatch"]
 
@@ -136,7 +137,7 @@ class EventLog:
         if self._as_json:
             fields = {name: _plain(value) for name, value in event.as_dict().items()}
             repeated = {} if repeats is None else {"repeats": repeats.count}
-            line = as_line(
+            line = json.dumps(
                 {"time": now, "level": level, "event": type(event).__name__, "text": text} | fields | repeated
             )
         with suppress(BrokenPipeError):  # the reader of the log has gone; delivery goes on

@@ -27,7 +27,6 @@ __all__ = [
     "Duration",
     "StoreOptions",
     "as_json",
-    "as_line",
     "derived_options",
     "echo_json",
     "new_event_loop",
@@ -195,14 +194,9 @@ def _type(hint: Any) -> AnyType:  # noqa: ANN401 -- a type as it was written
     return {int: click.INT, timedelta: Duration(), UUID: click.UUID}[hint]
 
 
-def as_line(value: object) -> str:
-    """Return a value as one line of JSON, in printable ASCII."""
-    return json.dumps(value).replace("\x7f", "\\u007f")  # the one control character that JSON lets pass
-
-
 def echo_json(value: object) -> None:
     """Print a value as one line of JSON."""
-    click.echo(as_line(value))
+    click.echo(json.dumps(value))
 
 
 def run(coroutine: Callable[[], Awaitable[R]]) -> R:
