@@ -31,6 +31,7 @@ from postroom.cli.options import Duration, show_duration
 from postroom.cli.status import show_count
 from postroom.errors import StoreUnavailableError
 from postroom.stores import SQLiteStore
+from tests.rooms import SQLiteRoom, earlier
 
 from .worlds import DATABASES, SQL_SERVERS
 
@@ -257,6 +258,39 @@ def test_what_apply_cannot_mend_is_named_and_fails(sqlite_path: Path) -> None:
     assert "index postroom_outbox_delivered is " in a_line(result, 1)
     assert again.exit_code == 1
     assert again.stdout.startswith("index postroom_outbox_delivered is ")
+
+
+def test_tables_of_an_older_version_are_one_line_until_they_are_upgraded(sqlite_path: Path) -> None:
+    """What to run is the one thing that an operator has to know."""
+    url = f"sqlite:///{sqlite_path}"
+    earlier(SQLiteRoom(str(sqlite_path)), "3")
+
+    before = call("schema", "check", "--store", url)
+    listed = call("schema", "check", "--store", url, "--json")
+    refused = call("status", "--store", url)
+    upgrade = call("schema", "apply", "--store", url)
+    after = call("schema", "check", "--store", url)
+
+    assert (before.exit_code, before.stdout) == (1, "version is 3, should be 3.1; run `postroom schema apply`\n")
+    assert "column destination is missing" in json.loads(listed.stdout)["differences"]
+    assert "version 3.1 is needed; run `postroom schema apply`" in a_line(refused, 1)
+    assert upgrade.stdout.startswith("upgraded postroom_outbox from version 3 to 3.1: ")
+    assert (after.exit_code, after.stdout) == (0, "postroom_outbox is as version 3.1 needs it\n")
+
+
+def test_an_upgrade_is_printed_from_the_version_that_is_there(sqlite_path: Path) -> None:
+    """S1-09: a migration that was made of an earlier print needs the rest, and nothing else."""
+    earlier(SQLiteRoom(str(sqlite_path)), "2")
+
+    printed = call("schema", "print", "--dialect", "sqlite", "--from", "2")
+    shorter = call("schema", "print", "--dialect", "postgresql", "--table", "mail", "--from", "3", "--json")
+    unknown = call("schema", "print", "--dialect", "sqlite", "--from", "3.1")
+
+    with closing(sqlite3.connect(sqlite_path)) as connection:
+        connection.executescript(printed.stdout)
+    assert call("schema", "check", "--store", f"sqlite:///{sqlite_path}").exit_code == 0
+    assert [text for text in json.loads(shorter.stdout)["statements"] if text.startswith("CREATE TABLE")] == []
+    assert unknown.exit_code == 2
 
 
 def test_apply_in_json_says_what_it_did(sqlite_path: Path) -> None:

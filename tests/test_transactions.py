@@ -590,6 +590,7 @@ def test_one_connection_is_used_by_one_event_loop_at_a_time(sqlite_path: Path) -
 
 async def test_transactions_on_one_file_wait_for_each_other(sqlite_path: Path) -> None:
     """F-25: in order and off the event loop, however many there are."""
+    sqlite3.connect(sqlite_path).close()  # nothing else creates the file
     transactions = transactions_for(sqlite_path)
     async with transactions.begin() as transaction:
         transaction.connection.execute(TABLE[LITE])

@@ -15,7 +15,7 @@ from postroom.errors import SchemaVersionError, StoreContentionError
 from postroom.message import Message
 from postroom.outbox import Outbox
 from postroom.store import ClaimTerms, Delivered, Settlement
-from postroom.stores import SQLiteStore
+from postroom.stores import PostgresStore, SQLiteStore
 from postroom.stores.sql import schema, upgrade
 from postroom.stores.sql.schema import Change, Schema
 from postroom.stores.sql.statement import Script, Statement
@@ -241,18 +241,31 @@ async def test_an_index_that_was_left_half_made_is_made_again(postgres: Postgres
     """What was killed while it built an index concurrently leaves one that no query uses."""
     await applied(postgres)
     added(postgres)
-    postgres.run("UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'postroom_outbox_parked'::regclass")
-    postgres.run("UPDATE postroom_outbox_version SET step = NULL")
+    postgres.run(
+        "UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'postroom_outbox_parked'::regclass",
+        "UPDATE postroom_outbox_version SET step = NULL",
+    )
 
     assert await applied(postgres) is True
 
     assert await differences(postgres) == []
 
 
+async def test_psycopg_upgrades_as_asyncpg_does(postgres: PostgresRoom) -> None:
+    earlier(postgres, "3")
+    store = PostgresStore(postgres.where, driver="psycopg")
+
+    mended = await store.apply_schema()
+
+    assert mended is True
+    assert await store.check_schema() == []
+    await store.close()
+
+
 async def test_an_index_is_built_while_a_long_transaction_writes(postgres: PostgresRoom) -> None:
     """It waits for the transaction, and nobody waits for it."""
     await applied(postgres)
-    postgres.run("DROP INDEX postroom_outbox_parked")
+    postgres.run("DROP INDEX postroom_outbox_parked", "UPDATE postroom_outbox_version SET step = NULL")
     store = postgres.store()
     building = (
         "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'CREATE INDEX CONCURRENTLY%' AND state = 'active'"

@@ -68,8 +68,11 @@ async def _apply(options: StoreOptions) -> list[str]:
 def _report(table: str, mended: list[str]) -> list[str]:
     if not mended:
         return [f"nothing to do: {table} has version {_NEEDED}"]
-    if any(difference.startswith("version is missing") for difference in mended):
+    if mended[0].startswith("version is missing"):
         return [f"created {table}, version {_NEEDED}: {len(mended)} parts"]
+    if mended[0].startswith("version is "):
+        version = mended[0].removeprefix("version is ").partition(",")[0]
+        return [f"upgraded {table} from version {version} to {_NEEDED}: {len(mended)} parts"]
     return [f"mended: {difference}" for difference in mended]
 
 

@@ -125,7 +125,7 @@ class Schema:
             if found is not None and found[0] > VERSION:
                 raise SchemaVersionError(self.dialect.names.table, found, (VERSION, STEP))
             due: list[Change] = []
-            for group in _GROUPS:
+            for group in () if _is_enough(found) else _GROUPS:
                 due += yield from self._due(group)
         finally:
             yield from self.unlock()
