@@ -50,7 +50,7 @@ def scripted(
         >>> from postroom.stores.redis import scripted
         >>> call = scripted(Outbox(), "return add_messages()", {"order_id": 7}, topic="orders")
         >>> call[1]
-        14
+        15
     """
     if isinstance(outbox, StreamOutbox):
         raise ConfigurationError(_NO_STREAM)
