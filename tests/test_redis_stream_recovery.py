@@ -392,7 +392,10 @@ async def test_names_are_forgotten_only_with_nothing_in_their_hands(
 # -- groups and entries that others remove -----------------------------------------------------------------------
 
 
-async def test_a_group_that_was_destroyed_is_made_again_and_everything_comes_again(place: Place) -> None:
+@pytest.mark.parametrize("max_bytes", [None, 1_000_000])
+async def test_a_group_that_was_destroyed_is_made_again_and_everything_comes_again(
+    place: Place, max_bytes: int | None
+) -> None:
     """S0-50, G2, G4: duplicates and no loss; who held something from the group before is refused."""
     await place.add(1, 2, 3)
     store = place.store()
@@ -401,7 +404,7 @@ async def test_a_group_that_was_destroyed_is_made_again_and_everything_comes_aga
     await place.client.xgroup_destroy(place.key(), GROUP)
 
     orphan = await store.settle(delivered([one]))
-    again = await store.claim(10, terms())
+    again = await store.claim(10, terms(max_bytes=max_bytes))
 
     assert orphan == [one]
     assert numbers(again) == [1, 2, 3]

@@ -151,7 +151,8 @@ local PROBE = 8
 
 local function count_fitting(wanted)
   local entry, count, seen, measured = last_read(), 0, PROBE, 0
-  while entry and count < wanted do
+  if not entry then return wanted end -- there is no group, which reading will tell
+  while count < wanted do
     local page = redis.call('XRANGE', stream, after(entry), '+', 'COUNT', math.min(seen, wanted - count))
     for _, one in ipairs(page) do
       local before = bytes
