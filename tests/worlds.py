@@ -16,6 +16,7 @@ __all__ = [
     "CHAOS_STORES",
     "DATABASES",
     "POSTGRES_DRIVERS",
+    "PROOFS",
     "REDIS_CLUSTERS",
     "REDIS_PLACES",
     "REDIS_SERVERS",
@@ -52,12 +53,20 @@ REDIS_PLACES: Final = ("redis_url", *map(proof, ("valkey_url", "redis_cluster_ur
 #: One store of each family stands for the others, whose faults are the same.
 CHAOS_STORES: Final = ("postgres", "redis", *map(proof, ("pgbouncer", "mariadb", "sqlite", "redis-stream")))
 
+#: Names of database libraries whose connections have a setting that is not the default.
+_SETTINGS: Final = r"-(begin|dict-rows|raw-cursor|client-cursor|deferred|immediate|bytes|mode|event)|scoped"
 #: Parameters that run in `make prove` only, by the beginning of a test's id: what another parameter proves already.
 _REPEATED: Final = {
     # Each runs a pytest, a crash or chaos of its own; one of each instrument shows that it can fail.
     "tests/test_variants.py::": r"^(?!no_token$|plain_insert_inbox$|settle_before_publish$)",
-    # The driver is tested in tests/test_drivers.py; what is above it is the same for asyncpg and psycopg.
-    "tests/test_cancelling.py::": r"psycopg|sessionmaker",
+    # Drivers are cancelled in tests/test_drivers.py; what is above them is the same.
+    "tests/test_cancelling": r"psycopg|asyncmy|sessionmaker",
+    "tests/test_end_to_end.py::": r"psycopg",
+    "tests/test_end_to_end.py::test_a_ten_minute_outage_": r"mariadb",
+    # How a connection may be set up is tested in tests/test_writers.py.
+    "tests/test_inbox.py::": _SETTINGS,
+    "tests/test_dead_letters.py::": _SETTINGS,
+    "tests/test_decisions.py::": _SETTINGS,
     # Of the ways to reach the same adapter one is enough, and the sync drivers share their threads.
     "tests/test_transactions.py::": r"psycopg-sync|engine-psycopg|session-asyncpg|engine-sync|store-psycopg",
     # A link that is silent in one direction is silent; asyncpg and asyncmy stand for both kinds of protocol.
@@ -71,8 +80,16 @@ _REPEATED: Final = {
     "tests/test_redis_cluster.py::test_a_server_is_killed_": r"RedisStreamStore",
     "tests/test_redis_sentinel.py::test_a_primary_is_killed_": r"RedisStore-",
 }
-#: Folders that run in `make prove` only: the same tests as elsewhere, on servers that know less.
-_PROOFS: Final = ("tests/redis60/",)
+#: What runs in `make prove` only, by the beginning of a test's id, whatever its parameters.
+PROOFS: Final = (
+    # The same tests as elsewhere, on servers that know no more than Redis 6.0.
+    "tests/redis60/",
+    # They test instruments: `make bench` does, and so do the checkers that `make check` runs.
+    "tests/test_bench.py::test_a_consumer_and_the_loop_by_hand_",
+    "tests/test_bench.py::test_both_contenders_",
+    "tests/test_bench.py::test_every_contender_",
+    "tests/typing/test_typing.py::test_the_checkers_do_look_",
+)
 #: What starts many processes or foreign tools, or is about Redis. `make quick` leaves it out.
 _SLOW: Final = (
     "tests/chaos/",
@@ -95,7 +112,7 @@ _QUICK_SERVED: Final = "tests/contracts/test_stores.py::TestPostgresStoreOverAsy
 
 def is_proof(item: pytest.Item) -> bool:
     """Return whether a test runs in `make prove` only."""
-    if item.nodeid.startswith(_PROOFS) or item.get_closest_marker("prove") is not None:
+    if item.nodeid.startswith(PROOFS) or item.get_closest_marker("prove") is not None:
         return True
     parameters = _parameters(item)
     return bool(parameters) and any(
