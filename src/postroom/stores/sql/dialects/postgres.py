@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ....message import Message
 from ....outbox import Added, Addition
-from ....store import PARKED_FOR, Claim, ClaimTerms, Retry, Settlement, destination_name
+from ....store import PARKED_FOR, Claim, ClaimTerms, Release, Retry, Settlement, destination_name
 from ..claiming import RUN, WINDOW, Walk, in_order
 from ..dialect import Dialect, Server
 from ..settling import is_lost
