@@ -556,10 +556,10 @@ def is_outage(error: BaseException) -> bool:
 
 def ungrouped(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the missing permission that a group of errors holds, or else the group."""
-    error: BaseException = group.subgroup(StorePermissionError) or group
-    while isinstance(error, BaseExceptionGroup) and error is not group:
-        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-    return error
+    denied: BaseException | None = group.subgroup(StorePermissionError)
+    while isinstance(denied, BaseExceptionGroup):
+        denied = cast("BaseExceptionGroup[BaseException]", denied).exceptions[0]
+    return group if denied is None else denied
 
 
 def shown(text: object) -> str:
