@@ -141,7 +141,7 @@ class Bounded(Dialect):
         super().__init__(names)
         self.bounds: dict[str, Bounds] = {}
         # Unbounded statements leave these words empty.
-        self.identifiers |= dict.fromkeys(self._starts, "") | {"leased_from": ""}
+        self.identifiers.update(dict.fromkeys([*self._starts, "leased_from"], ""))
 
     def forget_bounds(self) -> None:
         """Make the next scans for due messages and for expired leases start at the beginning."""

@@ -49,7 +49,7 @@ class PostgresDriver(NetworkDriver[C]):
         #: Whether a pooler stands in between, and was found to keep a session for each client.
         self._has_sessions = False
         if pooler is not None:
-            self.begin = begin_call(self._settings)
+            self.begin: str = begin_call(self._settings)
 
     @abstractmethod
     async def dial(self, *, prepares: bool) -> C:
