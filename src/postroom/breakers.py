@@ -28,6 +28,8 @@ EVIDENCE = 3
 MAX_FAILED = 100
 #: Seconds between two probes, so that there are at most 20 in any second.
 PROBE_SPACING = 1 / 19
+#: How many probes may follow each other without a pause while they are answered, at the most.
+MAX_CREDIT = 100
 #: After how many seconds another message is invited if the one before did not come.
 INVITE_AGAIN = 1.0
 #: After how many invitations that no parked message followed a breaker is forgotten.
@@ -74,6 +76,8 @@ class Breakers:
         self._answered: OrderedDict[str, float] = OrderedDict()
         self._schedule: list[tuple[float, str]] = []
         self._next_probe = 0.0
+        #: How many probes need not wait: an answered one pays for two more, so that many parts recover quickly.
+        self._credit = 0
         #: Breakers of parked messages that were found in the store, and have not been probed yet.
         self._found: set[str] = set()
         #: Destinations that work again and may have parked messages.
@@ -145,7 +149,8 @@ class Breakers:
         _bound(self._answered)
         if self._open:
             for message in messages:
-                self._close(self.naming.part(message))
+                if self._close(self.naming.part(message)):
+                    self._credit = min(self._credit + 2, MAX_CREDIT)
 
     def fail(self, messages: Sequence[Message], error: str) -> list[str]:
         """Take note of messages whose destination is down; return the breaker that each of them has to wait for."""
@@ -180,6 +185,7 @@ class Breakers:
 
     def _trip(self, name: str, parent: str | None, error: str) -> None:
         now, entry = time.monotonic(), self._entry(name, parent)
+        self._credit = 0
         self._found.discard(name)
         if entry.breaker.fail(now):
             self._tell(events.BreakerOpened(readable(name), error))
@@ -235,7 +241,8 @@ class Breakers:
         """Return for how many seconds there is nothing to probe; None if nothing is planned."""
         if not self._schedule:
             return None
-        return max(self._schedule[0][0], self._next_probe) - time.monotonic()
+        planned = self._schedule[0][0]
+        return (planned if self._credit else max(planned, self._next_probe)) - time.monotonic()
 
     def report_empty(self, name: str) -> None:
         """Take note that no message is parked for a breaker; after a while it is forgotten."""
@@ -246,6 +253,9 @@ class Breakers:
                 self._close(name)
 
     def _take_token(self, now: float) -> bool:
+        if self._credit:
+            self._credit -= 1
+            return True
         if now < self._next_probe:
             return False
         self._next_probe = now + PROBE_SPACING
