@@ -144,7 +144,7 @@ class Breakers:
             self._answered.move_to_end(destination)
             failed = self._failed.pop(destination, ())
             if self._close(destination):
-                self.recovered[destination] = None
+                self.recover(destination)
                 self._hurry(failed, now)
         _bound(self._answered)
         if self._open:
@@ -211,12 +211,16 @@ class Breakers:
         now = time.monotonic()
         for name in names:
             if name in self._answered and name not in self._open:
-                self.recovered[name] = None
-                self.changed.set()
+                self.recover(name)
             elif name not in self._open:
                 self._entry(name, None)
                 self._found.add(name)
                 self._plan(name, now)
+
+    def recover(self, destination: str) -> None:
+        """Have the parked messages of a destination made due that works."""
+        self.recovered[destination] = None
+        self.changed.set()
 
     def next_probe(self) -> str | None:
         """Return a breaker for which a parked message is to be made due now; it is let through as the probe."""

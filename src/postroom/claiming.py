@@ -18,7 +18,7 @@ from .store import Claim, ClaimTerms, Store
 __all__ = ["Claimed", "Claiming"]
 
 #: How small a part of a batch is claimed while most of it has to wait, and how few messages at the least.
-CLOGGED_SHARE = 32
+CLOGGED_SHARE = 16
 CLOGGED_LEAST = 10
 
 
@@ -45,7 +45,8 @@ class Claiming:
         self._under_way: list[asyncio.Task[Claimed]] = []
         self._answered = asyncio.Event()
         self._size = Chunk(batch)
-        self._is_clogged = False
+        #: Whether most of what was claimed last had to wait.
+        self.is_clogged: bool = False
         self._clogged_batch = batch
         self._newest_first = False
 
@@ -86,14 +87,14 @@ class Claiming:
         wait, every other claim begins with the newest, and all are small, to be done with soon.
         """
         is_clogged = len(claimed.claims) > 2 * sent
-        self._is_clogged = is_clogged or (self._is_clogged and claimed.newest_first)
+        self.is_clogged = is_clogged or (self.is_clogged and claimed.newest_first)
         smallest = max(self._batch // CLOGGED_SHARE, min(self._batch, CLOGGED_LEAST))
         self._clogged_batch = smallest if is_clogged else min(self._clogged_batch * 2, self._batch)
 
     async def _claim(self) -> Claimed:
         """Claim a batch into custody."""
         began_idle, granted = not self._custody, time.monotonic()
-        newest_first = self._newest_first = self._is_clogged and not self._newest_first
+        newest_first = self._newest_first = self.is_clogged and not self._newest_first
         call = partial(self._size.call, partial(self._claim_some, newest_first))
         claims = await persist("claim", call, self._tell, until=self._stop) or []
         if claims:
@@ -102,7 +103,7 @@ class Claiming:
         return Claimed(claims, began_idle, newest_first)
 
     async def _claim_some(self, newest_first: bool, limit: int) -> list[Claim]:  # noqa: FBT001 -- for a partial
-        if self._is_clogged:
+        if self.is_clogged:
             limit = min(limit, self._clogged_batch)
         terms = self._terms
         if newest_first or self._size.size < self._batch:

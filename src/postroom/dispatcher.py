@@ -310,6 +310,8 @@ class Dispatcher:
                 if claimed.claims:
                     await self._start(claimed)
                     self._idle = SHORTEST_IDLE
+                    if self._claiming.is_clogged and not claimed.newest_first:
+                        await self._rest()  # to park a backlog must not take the store from those who add
                 elif self._claiming:
                     continue
                 elif until_idle and claimed.began_idle and self._is_idle():

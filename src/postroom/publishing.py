@@ -123,6 +123,7 @@ class Publishing:
             return Run(run.claims, slot_of=destination)
         self._park(run.claims, destination)
         self.untried.setdefault(destination, 0)
+        self.untried.move_to_end(destination)  # where much comes, it is worth knowing soon
         return None
 
     def _park(self, run: Sequence[Claim], name: str) -> None:
@@ -323,8 +324,16 @@ class Publishing:
         if self.releases_are_outages:
             self._breakers.answer([messages[index] for index in verdict.answered])
             self._clear_suspects([messages[index] for index in verdict.answered])
+            self._recover_untried([destinations[index] for index in verdict.answered])
             self._wait(messages, verdict.outcomes, verdict.down, error)
         return verdict.outcomes
+
+    def _recover_untried(self, destinations: Sequence[str]) -> None:
+        """Have messages taken out again that were parked before their destination had answered."""
+        if self.untried:
+            for destination in destinations:
+                if self.untried.pop(destination, None) is not None:
+                    self._breakers.recover(destination)
 
     def _clear_suspects(self, messages: Sequence[Message]) -> None:
         if self._suspects:

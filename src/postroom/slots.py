@@ -12,7 +12,7 @@ __all__ = ["UnprovenSlots"]
 #: How many calls one destination that has not answered yet has under way: enough to tell that it is down.
 FOR_ONE = 3
 #: Seconds between two destinations that are tried for the first time, while such attempts fail.
-PACE = 0.01
+PACE = 0.1
 #: How many seconds room is kept for a destination whose messages were made due.
 KEPT_FOR = 5.0
 

@@ -177,7 +177,8 @@ class MemoryStore:
     async def unpark(self, destination: str, limit: int) -> int:
         """Make messages due that are parked for a destination."""
         waiting = list(self.rows.parked.get((self.namespace, destination), {}).values())[:limit]
-        for row in waiting:
+        # A follower could not be claimed alone, so what is parked before it in its line comes along.
+        for row in [ahead for row in waiting for ahead in self.rows.until(row) if ahead.destination == destination]:
             self.rows.park(row, None)
             row.due = row.message.time or row.due
             self.rows.update(row)

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 from typing import TypeAlias, overload
 from uuid import UUID
 
@@ -131,6 +132,11 @@ class MemoryTable(Sequence[MemoryRow]):
         row.destination = destination
         if destination is not None:
             self.parked.setdefault((row.message.namespace, destination), {})[row.message.id] = row
+
+    def until(self, row: MemoryRow) -> list[MemoryRow]:
+        """Return the rows of a line up to one of them."""
+        line = self._lines[row.line].values()
+        return [*takewhile(lambda other: other is not row, line), row]
 
     def lines(self, namespace: str) -> list[list[MemoryRow]]:
         """Return the rows of each line that are not delivered."""
