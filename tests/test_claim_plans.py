@@ -274,7 +274,6 @@ def stepwise_statements(dialect: Dialect) -> dict[str, tuple[Statement, set[str]
         "run": (dialect.query(dialect._run, topic="t", key="k1", length=8, **terms), {"keyed", "dead"}),  # noqa: SLF001
         "lock": (dialect.query(dialect._lock, rows=rows, **terms), {"primary"}),  # noqa: SLF001
         "suspect": (dialect.query(dialect._suspect, **terms), {"leased", "keyed", "dead"}),  # noqa: SLF001
-        "taken": (dialect.query(dialect._taken, rows=rows), {"primary"}),  # noqa: SLF001
         "first_parked": (next(dialect.unpark("default", "d7", LIMIT)), {"parked"}),
         "heads_of": (dialect.query(dialect._heads_of, rows=rows), {"primary", "keyed"}),  # noqa: SLF001
         "next_key": (dialect.query(dialect._next_key, namespace="default", topic="t", key="k5"), {"keyed"}),  # noqa: SLF001

@@ -68,7 +68,8 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
     alike = Addition(Message(id=UUID(int=4), topic="orders", payload=b"[]"))
     key = ("orders", "42")
     stepwise = dialect.atomic
-    found = (row[0], 100)
+    found = (row[0], 100, *row[1:])
+    large = (row[0], 100, *[None] * 12)
     keyed = ([], [key] * 4, [(row[0], True)], [found]) if stepwise else ([(*row, True)],)
     nobody: tuple[object, ...] = (*[None] * 13, True)
     blocked = ([], [key] * 4, [(row[0], False)], [("orders", "43")]) if stepwise else ([nobody], [(*row, *key)])
@@ -86,7 +87,7 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
         "add a message that has nothing special": list(told(dialect.add([two], strict_order=False))),
         "add several messages": list(told(dialect.add([one, two], strict_order=True))),
         "add several messages that differ in their payload": list(told(dialect.add([two, alike], strict_order=False))),
-        "claim messages without a key": list(told(dialect.claim_loose("shop", 1, TERMS), [], [found])),
+        "claim messages without a key": list(told(dialect.claim_loose("shop", 1, TERMS), [], [found, large])),
         "claim messages without a key, the newest first": list(
             told(dialect.claim_loose("shop", 1, newest), [], [found])
         ),
@@ -95,7 +96,7 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
             told(dialect.claim_keyed("shop", 1, newest, Walk()), *keyed)
         ),
         "claim behind keys that wait": list(told(dialect.claim_keyed("shop", 1, TERMS, Walk()), *blocked)),
-        "claim a suspect": list(told(dialect.claim_suspect("shop", TERMS), [row])),
+        "claim a suspect": list(told(dialect.claim_suspect("shop", TERMS), [found])),
         "settle, keeping what was delivered": list(settled(keep=True)),
         "settle, deleting what was delivered": list(settled(keep=False)),
         "extend leases": list(told(dialect.extend([CLAIM], timedelta(seconds=30)), states)),

@@ -132,13 +132,23 @@ INSERT INTO `postroom_outbox` (id, namespace, topic, type, `key`, tenant_id, ded
 ON DUPLICATE KEY UPDATE id = id;
 
 -- claim messages without a key
-SELECT id, length(payload) + length(headers) FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
+SELECT
+id, LENGTH(payload) + LENGTH(headers), topic, type, `key`, CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN payload END,
+  content_type,
+CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN headers END, tenant_id, dedupe_key, created_at, attempts + 1,
+  token + 1, seq
+FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
 WHERE namespace = :namespace AND ordered = 0 AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
   AND attempts < :suspect_after AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY locked_until, seq LIMIT :limit FOR UPDATE SKIP LOCKED;
 
 -- claim messages without a key
-SELECT id, length(payload) + length(headers) FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+SELECT
+id, LENGTH(payload) + LENGTH(headers), topic, type, `key`, CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN payload END,
+  content_type,
+CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN headers END, tenant_id, dedupe_key, created_at, attempts + 1,
+  token + 1, seq
+FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
 WHERE namespace = :namespace AND ordered = 0 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
   AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY next_attempt_at, seq LIMIT :limit FOR UPDATE SKIP LOCKED;
@@ -154,7 +164,12 @@ SELECT id, topic, type, `key`, payload, content_type, headers, tenant_id, dedupe
   FROM `postroom_outbox` WHERE id IN :rows;
 
 -- claim messages without a key, the newest first
-SELECT id, length(payload) + length(headers) FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+SELECT
+id, LENGTH(payload) + LENGTH(headers), topic, type, `key`, CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN payload END,
+  content_type,
+CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN headers END, tenant_id, dedupe_key, created_at, attempts + 1,
+  token + 1, seq
+FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
 WHERE namespace = :namespace AND ordered = 0 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
   AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY next_attempt_at DESC, seq DESC LIMIT :limit FOR UPDATE SKIP LOCKED;
@@ -185,16 +200,16 @@ WHERE unsettled = 1 AND namespace = :namespace AND topic = :topic AND `key` = :k
 ORDER BY seq LIMIT :length;
 
 -- claim messages with a key
-SELECT id, length(payload) + length(headers) FROM `postroom_outbox`
+SELECT
+id, LENGTH(payload) + LENGTH(headers), topic, type, `key`, CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN payload END,
+  content_type,
+CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN headers END, tenant_id, dedupe_key, created_at, attempts + 1,
+  token + 1, seq
+FROM `postroom_outbox`
 WHERE id IN :rows AND namespace = :namespace AND ((status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
   AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)) OR (status = 'processing'
   AND locked_until < UTC_TIMESTAMP(6) AND attempts < :suspect_after AND (:tenant_id IS NULL
   OR tenant_id = :tenant_id))) FOR UPDATE SKIP LOCKED;
-
--- claim messages with a key
-SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_keyed`)
-WHERE unsettled = 1 AND namespace = :namespace AND (topic > :topic OR (topic = :topic AND `key` > :key))
-ORDER BY topic, `key` LIMIT 1;
 
 -- claim messages with a key, the newest first
 SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
@@ -202,8 +217,18 @@ WHERE namespace = :namespace AND ordered = 1 AND status = 'pending' AND next_att
   AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 ORDER BY next_attempt_at DESC, seq DESC LIMIT :limit;
 
+-- claim behind keys that wait
+SELECT topic, `key` FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_keyed`)
+WHERE unsettled = 1 AND namespace = :namespace AND (topic > :topic OR (topic = :topic AND `key` > :key))
+ORDER BY topic, `key` LIMIT 1;
+
 -- claim a suspect
-SELECT id FROM `postroom_outbox` AS head FORCE INDEX (`postroom_outbox_leased`)
+SELECT
+id, LENGTH(payload) + LENGTH(headers), topic, type, `key`, CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN payload END,
+  content_type,
+CASE WHEN LENGTH(payload) + LENGTH(headers) <= :small THEN headers END, tenant_id, dedupe_key, created_at, attempts + 1,
+  token + 1, seq
+FROM `postroom_outbox` AS head FORCE INDEX (`postroom_outbox_leased`)
 WHERE namespace = :namespace AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
 AND attempts >= :suspect_after AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)
 AND

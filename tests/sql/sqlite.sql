@@ -224,7 +224,7 @@ WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending'
 ORDER BY next_attempt_at DESC, seq DESC LIMIT :limit;
 
 -- claim a suspect
-SELECT seq FROM "postroom_outbox" AS head
+SELECT seq, length(payload) + length(headers) FROM "postroom_outbox" AS head
 WHERE namespace = :namespace AND status = 'processing'
   AND locked_until < CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
 AND attempts >= :suspect_after AND attempts < :max_attempts AND (:tenant_id IS NULL OR tenant_id = :tenant_id)

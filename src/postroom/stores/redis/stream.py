@@ -25,6 +25,8 @@ __all__ = ["RedisStreamStore", "StreamClaim"]
 
 #: For how long the name of a consumer is known that has nothing in its hands.
 FORGET_NAMES: Final = timedelta(hours=1)
+#: How many new entries a claim that is bounded by bytes reads before it knows their size.
+FEW: Final = 8
 #: How long one call waits for new entries, and how long a listener rests after one, so that a load does not hold it up.
 BLOCK: Final = timedelta(seconds=1)
 REST: Final = 0.02
@@ -115,6 +117,8 @@ class RedisStreamStore(StoreInRedis):
         #: Tells this object from an earlier one of the same name, whose claims are to be taken over.
         self._incarnation = uuid4().hex[:8]
         self._has_claimed = False
+        #: How many new entries the next claim may expect to fit into its bytes, by what fitted into the last.
+        self._expected = FEW
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> StreamOutbox:
         """Return what adds messages to this store."""
@@ -151,13 +155,15 @@ class RedisStreamStore(StoreInRedis):
         wishes = size, lease, terms.max_attempts, terms.suspect_after, name, before, turn, tenant
         max_bytes = "" if terms.max_bytes is None else terms.max_bytes
         try:
-            since, base, suspect, entries, told, fresh = await self._run("claim", *wishes, since, max_bytes)
+            since, base, suspect, entries, told, fresh = await self._run(
+                "claim", *wishes, since, max_bytes, self._expected
+            )
         except StoreError as error:
             if not str(error.__cause__).startswith("NOGROUP"):
                 raise
             await self._run("open")
             return await self._look(limit, terms, since)
-        self._has_claimed = True
+        self._has_claimed, self._expected = True, len(fresh) + FEW
         claims = self._taken(entries, told, base=int(base), is_suspect=bool(suspect))
         return since, claims + [self._one(entry, _fields(words), 1, int(base) + 1) for entry, words in fresh]
 

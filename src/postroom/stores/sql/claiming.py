@@ -14,9 +14,11 @@ from ...store import ClaimTerms
 from .statement import Row, Script
 from .wording import Wording
 
-__all__ = ["RUN", "WINDOW", "Claiming", "Walk", "in_order"]
+__all__ = ["NO_BOUND", "RUN", "WINDOW", "Claiming", "Walk", "in_order"]
 
 
+#: More bytes than any table holds.
+NO_BOUND = 1 << 62
 _OLDEST_FIRST = "ORDER BY next_attempt_at, seq"
 _NEWEST_FIRST = "ORDER BY next_attempt_at DESC, seq DESC"
 #: How many due rows are looked at for one that may be claimed in order.
@@ -40,13 +42,13 @@ class Claiming(Wording):
 
     def claim_loose(self, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
         """Claim messages without a key."""
-        params = self._eligibility(namespace, terms)
+        params = self._eligibility(namespace, terms, limit)
         expired = yield self.query(self._expired, limit=limit, **params)
         found = list(expired.rows)
         if len(found) < limit:
             due = yield self.query(in_order(self._due, terms), limit=limit - len(found), **params)
             found.extend(due.rows)
-        return (yield from self._take(_fitting(found, terms), terms))
+        return (yield from self._take(self._fitting(found, terms), terms))
 
     def claim_keyed(self, namespace: str, limit: int, terms: ClaimTerms, walk: Walk) -> Script[Sequence[Row]]:
         """Claim runs of keys that begin with the head of their key."""
@@ -87,7 +89,7 @@ class Claiming(Wording):
     def _claim_runs(
         self, keys: Sequence[tuple[str, str]], namespace: str, limit: int, terms: ClaimTerms
     ) -> Script[Sequence[Row]]:
-        params = self._eligibility(namespace, terms)
+        params = self._eligibility(namespace, terms, limit)
         planned: dict[Any, tuple[tuple[str, str], int]] = {}
         length = max(limit // max(len(keys), 1), min(RUN, limit))
         for key in keys:
@@ -102,21 +104,23 @@ class Claiming(Wording):
         if not planned:
             return []
         locked = yield self.query(self._lock, rows=list(planned), **params)
-        return (yield from self._take(_fitting(_unbroken(locked.rows, planned), terms), terms))
+        return (yield from self._take(self._fitting(_unbroken(locked.rows, planned), terms), terms))
 
     def claim_suspect(self, namespace: str, terms: ClaimTerms) -> Script[Sequence[Row]]:
         """Claim one message that may have killed its worker, if it is the head of its key."""
         picked = yield self.query(self._suspect, **self._eligibility(namespace, terms))
-        return (yield from self._take([row[0] for row in picked.rows], terms))
+        return (yield from self._take(picked.rows, terms))
 
-    def _take(self, rows: Sequence[Any], terms: ClaimTerms) -> Script[Sequence[Row]]:
-        """Lease rows by what they are found by, and return them as they are then."""
-        if not rows:
-            return []
-        worker, duration = self.uuid(terms.worker), self.duration(terms.lease)
-        yield self.sql(self._lease, rows=rows, worker=worker, duration=duration)
-        taken = yield self.query(self._taken, rows=rows)
-        return taken.rows
+    def _fitting(self, found: Sequence[Row], terms: ClaimTerms) -> Sequence[Row]:
+        """Return the first rows whose sizes add up to no more than a claim may return; one at least."""
+        if terms.max_bytes is None:
+            return found
+        sizes = accumulate(row[1] for row in found)
+        return found[: max(sum(size <= terms.max_bytes for size in sizes), 1)]
+
+    def _take(self, found: Sequence[Row], terms: ClaimTerms) -> Script[Sequence[Row]]:
+        """Lease rows that were found, and return them as they are then."""
+        raise NotImplementedError
 
     _lease: ClassVar[str] = """
         UPDATE {outbox}
@@ -125,13 +129,15 @@ class Claiming(Wording):
         WHERE {row} IN :rows
         """
 
-    def _eligibility(self, namespace: str, terms: ClaimTerms) -> dict[str, Any]:
+    def _eligibility(self, namespace: str, terms: ClaimTerms, limit: int = 1) -> dict[str, Any]:
         return {
             "namespace": namespace,
             "max_attempts": terms.max_attempts,
             "suspect_after": terms.suspect_after,
             "tenant_id": None if terms.tenant_id is None else self.uuid(terms.tenant_id),
             "skip_dead": terms.on_dead == "skip",
+            # So many rows of this size are half of what a claim may return.
+            "small": NO_BOUND if terms.max_bytes is None else terms.max_bytes // (2 * max(limit, 1)),
         }
 
     def decode(self, row: Row, namespace: str) -> Message:
@@ -167,15 +173,13 @@ class Claiming(Wording):
     is_expired: ClassVar[str] = (
         "status = 'processing' AND locked_until < {now} AND attempts < :suspect_after AND {of_tenant}"
     )
-    _taken: ClassVar[str] = f"SELECT {columns} FROM {{outbox}} WHERE {{row}} IN :rows"
-    # Payloads are not read before it is known which of the rows fit.
     _due: ClassVar[str] = f"""
-        SELECT {{row}}, {{size}} FROM {{outbox}}{{by_due}}
+        SELECT {{found}} FROM {{outbox}}{{by_due}}
         WHERE namespace = :namespace AND {{loose}} AND {is_due}
         ORDER BY next_attempt_at, seq LIMIT :limit{{locking}}
         """
     _expired: ClassVar[str] = f"""
-        SELECT {{row}}, {{size}} FROM {{outbox}}{{by_lease}}
+        SELECT {{found}} FROM {{outbox}}{{by_lease}}
         WHERE namespace = :namespace AND {{loose}} AND {is_expired}
         ORDER BY locked_until, seq LIMIT :limit{{locking}}
         """
@@ -203,7 +207,7 @@ class Claiming(Wording):
         ORDER BY seq LIMIT :length
         """
     _lock: ClassVar[str] = f"""
-        SELECT {{row}}, {{size}} FROM {{outbox}}
+        SELECT {{found}} FROM {{outbox}}
         WHERE {{row}} IN :rows AND namespace = :namespace AND (({is_due}) OR ({is_expired})){{locking}}
         """
     suspect: ClassVar[str] = f"""
@@ -216,7 +220,7 @@ class Claiming(Wording):
               AND earlier.topic = head.topic AND earlier.{{key}} = head.{{key}} AND earlier.seq < head.seq)
         ORDER BY locked_until, seq LIMIT 1{{locking}}
         """
-    _suspect: ClassVar[str] = f"SELECT {{row}} FROM {{outbox}} AS head{{by_lease}} {suspect}"
+    _suspect: ClassVar[str] = f"SELECT {{found}} FROM {{outbox}} AS head{{by_lease}} {suspect}"
     _next_key: ClassVar[str] = """
         SELECT topic, {key} FROM {outbox}{by_key}
         WHERE {unsettled} AND namespace = :namespace AND {after_key}
@@ -235,15 +239,6 @@ def _unbroken(rows: Sequence[Row], planned: Mapping[Any, tuple[tuple[str, str], 
             chosen.append(row)
             expected[key] = place + 1
     return chosen
-
-
-def _fitting(rows: Sequence[Row], terms: ClaimTerms) -> list[Any]:
-    """Return what the first rows are found by whose sizes add up to no more than a claim may return; one at least."""
-    if terms.max_bytes is None:
-        return [row[0] for row in rows]
-    sizes = accumulate(row[1] for row in rows)
-    count = sum(1 for size in sizes if size <= terms.max_bytes)
-    return [row[0] for row in rows[: max(count, 1)]]
 
 
 def in_order(text: str, terms: ClaimTerms) -> str:

@@ -22,7 +22,7 @@ _WORD = re.compile(r"\{([a-z_]+)\}")
 _WORDS = (
     *("now", "later", "earlier", "locking", "waiting", "loose", "ordered", "unsettled"),
     *("of_tenant", "skip_dead", "by_due", "by_lease", "by_key", "by_dead", "by_parked"),
-    *("row", "size", "is_parked", "after_key", "age_since_due", "age_since_created"),
+    *("row", "size", "found", "is_parked", "after_key", "age_since_due", "age_since_created"),
     *("json_headers", "unless_there", "holding", "expiry"),
 )
 
@@ -55,6 +55,8 @@ class Wording:
     #: What a claim finds a row by, and how many bytes of it a claim returns; headers are counted as they are stored.
     row: ClassVar[str] = "id"
     size: ClassVar[str] = "length(payload) + length(headers)"
+    #: What a claim asks of rows that it may take: payloads are not read before it is known which of them fit.
+    found: ClassVar[str] = "{row}, {size}"
     #: Which rows are parked: a claim raises the token, and so ends it without another write.
     is_parked: ClassVar[str] = "status = 'pending' AND parked = token"
     #: Which rows come after a key, in the order of topics and keys.

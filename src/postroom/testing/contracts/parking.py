@@ -187,9 +187,9 @@ class ParkingContract:
     async def test_a_message_that_waits_again_for_itself_is_no_longer_parked(
         self, harness: StoreHarness, outcome: Retry | Release
     ) -> None:
-        """G13: an old destination does not make it due before its time."""
+        """G13: an old destination does not make it due before its time; a claim has ended the parking."""
         await _parked(harness, 1)
-        await harness.store.unpark("east", 1)
+        await harness.advance(PARKED_FOR + MINUTE)
         [claim] = await harness.store.claim(10, TERMS)
         await harness.store.settle([Settlement(claim, outcome)])
 

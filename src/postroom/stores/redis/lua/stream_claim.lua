@@ -2,12 +2,13 @@
 -- alone.
 -- ARGV: the group, how many, the lease in milliseconds, the attempts that a message has, after how many of them it is a
 -- suspect, under which name, what the names of those begin with whose process is gone or nothing, whether suspects come
--- first, the tenant or nothing, where to look on among those that wait, and how many bytes at most or nothing.
+-- first, the tenant or nothing, where to look on among those that wait, how many bytes at most or nothing, and how many
+-- new entries may be expected to fit into that.
 -- Answers where to look on if there was too much to look through, the base of tokens, whether it is a suspect, the
 -- entries that were read before, for each of them its deliveries and attempts, and the new entries.
 local limit, lease, max_attempts, suspect_after = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local me, gone, is_suspects_turn, tenant, since = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9], ARGV[10]
-local max_bytes = tonumber(ARGV[11])
+local max_bytes, expected = tonumber(ARGV[11]), tonumber(ARGV[12])
 
 begin()
 local ids, counts = {}, {}
@@ -146,33 +147,38 @@ redis.call('ZADD', leases, 'NX', whole(now + lease * 1000), me)
 local rest = #taken == 0 and more or ''
 if suspect or is_full or rest ~= '' then return { rest, whole(base), suspect and 1 or 0, taken, told, {} } end
 
--- How many new entries fit, of so many: to read an entry is to lease it.
-local PROBE = 8
+-- Lease new entries, as long as they fit. To read is to lease, so those that were read beyond that are unread again: no
+-- other script can come in between.
+local fresh = {}
 
-local function count_fitting(wanted)
-  local entry, count, seen, measured = last_read(), 0, PROBE, 0
-  if not entry then return wanted end -- there is no group, which reading will tell
-  while count < wanted do
-    local page = redis.call('XRANGE', stream, after(entry), '+', 'COUNT', math.min(seen, wanted - count))
-    for _, one in ipairs(page) do
-      local before = bytes
-      if not fits(one[2], #taken + count == 0) then return count end
-      measured, count, entry = measured + bytes - before, count + 1, one[1]
-    end
-    if #page == 0 then break end
-    -- By what the first of them take, so that few large ones are looked at in vain.
-    seen = math.max(1, math.min(math.floor((max_bytes - bytes) / math.max(measured / count, 1)), wanted))
-  end
-  return count
+local function unread_from(page, first)
+  local entries = {}
+  for place = first, #page do entries[#entries + 1] = page[place][1] end
+  redis.call('XACK', stream, group, unpack(entries))
+  redis.call('XGROUP', 'SETID', stream, group, before(entries[1]))
 end
 
-local wanted = limit - #taken
-if max_bytes then wanted = count_fitting(wanted) end
-local fresh = {}
-if wanted > 0 then
-  local read = redis.pcall('XREADGROUP', 'GROUP', group, me, 'COUNT', wanted, 'STREAMS', stream, '>')
+local function read_new(count)
+  local read = redis.pcall('XREADGROUP', 'GROUP', group, me, 'COUNT', count, 'STREAMS', stream, '>')
+  if not read or read.err then return {}, read and read.err and read end
+  return read[1] and read[1][2] or {}
+end
+
+local count, wanted = max_bytes and expected or limit, limit - #taken
+while wanted > 0 and not is_full do
+  count = math.min(count, wanted)
+  local page, failed = read_new(count)
   -- Whatever it was, it will come up again when what was taken is under way.
-  if read and read.err and #taken == 0 then return read end
-  fresh = read and not read.err and read[1] and read[1][2] or {}
+  if failed and #taken + #fresh == 0 then return failed end
+  for place, one in ipairs(page) do
+    if max_bytes and not fits(one[2], #taken + #fresh == 0) then
+      unread_from(page, place)
+      break
+    end
+    fresh[#fresh + 1] = one
+  end
+  if #page < count or not max_bytes then break end
+  wanted = limit - #taken - #fresh
+  count = math.max(1, math.floor((max_bytes - bytes) * (#taken + #fresh) / math.max(bytes, 1)))
 end
 return { '', whole(base), 0, taken, told, fresh }

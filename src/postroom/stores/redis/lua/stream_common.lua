@@ -141,19 +141,22 @@ local function after(entry)
   return time .. '-' .. whole(number + 1)
 end
 
--- The last entry that the group has read, and how many it has read that are not acknowledged; nothing without a group.
-local function last_read()
-  for _, one in ipairs(redis.call('EXISTS', stream) == 1 and redis.call('XINFO', 'GROUPS', stream) or {}) do
-    local said = named(one)
-    if said.name == group then return said['last-delivered-id'], said.pending end
-  end
+-- The place right before an entry, whether or not there is one.
+local function before(entry)
+  local time, number = entry:match('^(%d+)-(%d+)$')
+  if number ~= '0' then return time .. '-' .. whole(number - 1) end
+  return whole(time - 1) .. '-18446744073709551615'
 end
 
 -- The first entry that the group has not read, and how many it has read that are not acknowledged.
 local function unread()
-  local last, held = last_read()
-  local found = redis.call('XRANGE', stream, last and after(last) or '-', '+', 'COUNT', 1)[1]
-  return found and found[1], held or 0
+  local from, held = '-', 0
+  for _, one in ipairs(redis.call('EXISTS', stream) == 1 and redis.call('XINFO', 'GROUPS', stream) or {}) do
+    local said = named(one)
+    if said.name == group then from, held = after(said['last-delivered-id']), said.pending end
+  end
+  local found = redis.call('XRANGE', stream, from, '+', 'COUNT', 1)[1]
+  return found and found[1], held
 end
 
 local SCANNED, PAGE = 2000, 100

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from uuid import UUID
 
 from ....outbox import Added, Addition
-from ....store import PARKED_FOR, Claim, Retry
+from ....store import PARKED_FOR, Claim, ClaimTerms, Retry
 from ..dialect import Dialect, Server
-from ..statement import Script, Statement
+from ..statement import Row, Script, Statement
 from ..wording import letters
 from .postgres import lock_number
 
@@ -20,6 +20,8 @@ __all__ = ["MySQL"]
 _MICROSECOND = timedelta(microseconds=1)
 #: Keys share this many locks: enough that few meet, and a table that does not grow.
 _LOCKS = 1024
+#: Where the payload stands among what a claim asks of rows.
+_PAYLOAD = 5
 #: How many parked rows are looked at to find their destinations: many destinations have few rows each.
 _STEP = 50
 
@@ -127,6 +129,39 @@ class MySQL(Dialect):
             yield self.sql(
                 "INSERT INTO {lock} (number) VALUES (:number) ON DUPLICATE KEY UPDATE number = number", number=number
             )
+
+    # -- claim -------------------------------------------------------------------------------------------------
+
+    # No UPDATE answers with rows, and to fetch them afterwards is a statement more. So what is small comes at once, up
+    # to half of what a claim may return, and only what is large has to be fetched.
+    size = "LENGTH(payload) + LENGTH(headers)"
+    found = """
+        id, {size}, topic, type, {key}, CASE WHEN {size} <= :small THEN payload END, content_type,
+        CASE WHEN {size} <= :small THEN headers END, tenant_id, dedupe_key, created_at, attempts + 1, token + 1, seq
+        """
+
+    def _fitting(self, found: Sequence[Row], terms: ClaimTerms) -> Sequence[Row]:
+        if terms.max_bytes is None:
+            return found
+        size, count = sum(row[1] for row in found if row[_PAYLOAD] is not None), 0
+        for count, row in enumerate(found):
+            size += row[1] if row[_PAYLOAD] is None else 0
+            if size > terms.max_bytes and count:
+                return found[:count]
+        return found
+
+    def _take(self, found: Sequence[Row], terms: ClaimTerms) -> Script[Sequence[Row]]:
+        if not found:
+            return []
+        worker, duration = self.uuid(terms.worker), self.duration(terms.lease)
+        yield self.sql(self._lease, rows=[row[0] for row in found], worker=worker, duration=duration)
+        rows: list[Row] = [(row[0], *row[2:]) for row in found if row[_PAYLOAD] is not None]
+        if large := [row[0] for row in found if row[_PAYLOAD] is None]:
+            fetched = yield self.query(self._taken, rows=large)
+            rows += fetched.rows
+        return rows
+
+    _taken: ClassVar[str] = f"SELECT {Dialect.columns} FROM {{outbox}} WHERE id IN :rows"
 
     # -- parked ------------------------------------------------------------------------------------------------
 

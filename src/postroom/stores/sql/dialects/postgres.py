@@ -10,16 +10,13 @@ from typing import Any, ClassVar
 from ....message import Message
 from ....outbox import Added, Addition
 from ....store import PARKED_FOR, Claim, ClaimTerms, Release, Retry, Settlement, destination_name
-from ..claiming import RUN, WINDOW, Walk, in_order
+from ..claiming import NO_BOUND, RUN, WINDOW, Walk, in_order
 from ..dialect import Dialect, Server
 from ..settling import is_lost
 from ..statement import Row, Script, Statement
 from .postgres_bounds import MARK, Bounded
 
 __all__ = ["PostgreSQL", "lock_number"]
-
-#: More bytes than any table holds.
-_NO_BOUND = 1 << 62
 
 
 def lock_number(namespace: str, topic: str, key: str) -> int:
@@ -214,7 +211,7 @@ class PostgreSQL(Bounded):
             **self._eligibility(namespace, terms),
             "worker": terms.worker,
             "duration": terms.lease,
-            "max_bytes": _NO_BOUND if terms.max_bytes is None else terms.max_bytes,
+            "max_bytes": NO_BOUND if terms.max_bytes is None else terms.max_bytes,
         }
 
     #: Takes the rows of ``chosen``; an array of ids is found by the primary key whatever the planner believes.

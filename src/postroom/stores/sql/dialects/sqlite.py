@@ -72,9 +72,10 @@ class SQLite(Dialect):
     age_since_due = f"({now} - next_attempt_at) / 1000.0"
     age_since_created = f"({now} - created_at) / 1000.0"
 
-    def _take(self, rows: Sequence[Any], terms: ClaimTerms) -> Script[Sequence[Row]]:
-        if not rows:
+    def _take(self, found: Sequence[Row], terms: ClaimTerms) -> Script[Sequence[Row]]:
+        if not found:
             return []
+        rows = [row[0] for row in found]
         worker, duration = self.uuid(terms.worker), self.duration(terms.lease)
         taken = yield self.query(self._lease + self._returning, rows=rows, worker=worker, duration=duration)
         return taken.rows
