@@ -9,14 +9,14 @@ from ..errors import MiddlewareOrderError
 from ..message import Message
 from .layers import DEAD_LETTERS, INBOX, OUTBOX, RETRY, TRANSACTION
 
-__all__ = ["NOTHING", "Middleware", "Next", "chained", "check_order"]
+__all__ = ["NOTHING", "Middleware", "Next", "chained", "check_order", "connect"]
 
 #: Handles a message and returns what is to be sent.
 Next: TypeAlias = Callable[[Message], Awaitable[Sequence[Message]]]
 #: Does something around ``call_next``, which is the next middleware or, at the end, the router.
 #:
 #: It may have more, which a consumer looks for when it starts: ``serve(tell)``, which runs beside handling until it is
-#: cancelled, ``check_horizon(horizon)``, which may refuse a broker, and what `check_order` needs.
+#: cancelled, ``check_horizon(horizon)``, which may refuse a broker, and what `check_order` and `connect` need.
 Middleware: TypeAlias = Callable[[Message, Next], Awaitable[Sequence[Message]]]
 
 #: What is to be sent if nothing is.
@@ -66,6 +66,16 @@ def check_order(middlewares: Sequence[Middleware], *, is_manual: bool = False) -
             f"with acking='manual' a message could be acknowledged before {_named(seen[TRANSACTION])} has committed; "
             "use acking='on_success'"
         )
+
+
+def connect(middlewares: Sequence[Middleware]) -> None:
+    """Give each middleware that has ``run_on(transactions)`` the ``transactions`` of the one around it."""
+    transactions: object = None
+    for middleware in middlewares:
+        transactions = getattr(middleware, "transactions", transactions)
+        run_on: Callable[[object], None] | None = getattr(middleware, "run_on", None)
+        if run_on is not None and transactions is not None:
+            run_on(transactions)
 
 
 def _check(middleware: Middleware, layer: int, seen: dict[int, Middleware]) -> None:
