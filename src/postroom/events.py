@@ -14,6 +14,7 @@ __all__ = [
     "BreakerClosed",
     "BreakerOpened",
     "Claimed",
+    "ClockJumpedBack",
     "ConsumerStarted",
     "ConsumerStopped",
     "DeadLettered",
@@ -174,6 +175,15 @@ class LoopStalled(Event):
     level = logging.WARNING
     text = "event loop was blocked"
     duration: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class ClockJumpedBack(Event):
+    """The store's clock was put back, so messages that were due, and leases, wait for as long again."""
+
+    level = logging.WARNING
+    text = "the store's clock was put back: keys with a pending message wait until it has caught up"
+    by: timedelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,10 @@ class MemoryStore:
     async def close(self) -> None:
         """Do nothing."""
 
+    async def clock(self) -> datetime:
+        """Return what the store's clock says."""
+        return self._clock()
+
     async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         """Lease what is due, expired leases first, each key from its head on; or one suspect."""
         self._turn += 1
