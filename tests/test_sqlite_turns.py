@@ -23,14 +23,14 @@ async def test_transactions_that_hold_the_writer_for_long_let_another_process_wr
     async def hold() -> None:
         async with store.transactions().begin():
             steps.append("held")
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.4)
 
     def write() -> None:
         with closing(sqlite3.connect(sqlite_path, timeout=60, isolation_level=None)) as other:
             other.execute("CREATE TABLE other (id int)")
         steps.append("written")
 
-    holding = [asyncio.create_task(hold()) for _ in range(8)]
+    holding = [asyncio.create_task(hold()) for _ in range(5)]
     await until(lambda: bool(steps), "the writer is held", within=timedelta(seconds=30))
     await asyncio.to_thread(write)
     await asyncio.gather(*holding)
