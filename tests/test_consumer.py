@@ -172,7 +172,7 @@ async def test_what_was_handled_is_acknowledged() -> None:
     outcomes, seen = await handled(handler)
 
     assert outcomes == [Delivered()]
-    assert seen == []
+    assert [type(event) for event in seen] == [events.Handled]
 
 
 async def test_an_error_is_a_nack_that_says_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
@@ -11,20 +12,18 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from . import events
 from .broker import Publisher, Subscriber, describe, is_asked_for
 from .crew import Crew
-from .deadline import Limit, Phase, Within, clock
+from .deadline import Limit, Within, clock, late
 from .delivery import Delivery, current
 from .errors import (
     AlreadyStartedError,
-    CommitUnknownError,
     ConfigurationError,
     MessageBusyError,
     StorePermissionError,
-    StoreTimeoutError,
     is_hopeless,
     is_outage,
 )
 from .message import Message
-from .middleware.chain import Middleware, chained, check_order, limit_transactions
+from .middleware.chain import Middleware, chained, check_order, connect, limit_transactions
 from .outputs import OutputError, send_outputs
 from .retry import Backoff, Delay, guarded
 from .router import Router
@@ -99,7 +98,7 @@ class Consumer:
                 before it, and COMMIT after it, do not count.
             shutdown_grace: How long handlers may go on after `stop`.
             backoff: How long a message that failed waits, by its number of deliveries.
-            listener: Is told every event; by default they are logged.
+            listener: Called with every event, those of middlewares among them; by default they are logged.
         """
         _check_numbers(concurrency, buffer, timeout, shutdown_grace)
         _check_acking(acking, publisher)
@@ -112,6 +111,7 @@ class Consumer:
         self._patience = Limit(PATIENCE)
         self._grace = shutdown_grace
         self._backoff: Delay = guarded(backoff or Backoff())
+        self._listener = listener
         self._tell = events.guarded(listener)
         self._chain = chained(middlewares, router)
         self._gate = asyncio.Semaphore(concurrency)
@@ -143,13 +143,7 @@ class Consumer:
             raise AlreadyStartedError("a consumer runs once: run() was called")
         self._started = True
         try:
-            check_order(self._middlewares, is_manual=self._acking == "manual")
-            for middleware in self._middlewares:
-                check: Callable[[timedelta | None], None] | None = getattr(middleware, "check_horizon", None)
-                if check is not None:
-                    check(self._subscriber.redelivery_horizon)
-            limit_transactions(self._middlewares, self._limit.seconds)
-            self._router.start()
+            self._prepare()
             async with self._subscriber as subscriber:
                 self._tell(events.ConsumerStarted(self._router.types))
                 try:
@@ -162,6 +156,17 @@ class Consumer:
             raise
         finally:
             self._stopped.set()
+
+    def _prepare(self) -> None:
+        """Refuse middlewares that cannot work together, and tell them what they need to know."""
+        check_order(self._middlewares, is_manual=self._acking == "manual")
+        connect(self._middlewares)
+        for middleware in self._middlewares:
+            check: Callable[[timedelta | None], None] | None = getattr(middleware, "check_horizon", None)
+            if check is not None:
+                check(self._subscriber.redelivery_horizon)
+        limit_transactions(self._middlewares, self._limit.seconds)
+        self._router.start()
 
     def stop_soon(self) -> None:
         """Begin to stop: take no more messages, let handlers end; a second call cancels them."""
@@ -305,6 +310,8 @@ class Consumer:
         It raises only if this task is cancelled or the process is to end.
         """
         delivery.is_handled = True
+        delivery.listener, delivery.tell = self._listener, self._tell
+        began = time.monotonic()
         token = current.set(delivery)
         work = Within(self._limit)
         timing = clock.set(work)
@@ -317,6 +324,8 @@ class Consumer:
         finally:
             clock.reset(timing)
             current.reset(token)
+        if not delivery.is_reported:
+            self._tell(events.Handled(delivery.message.id, delivery.message.type, _since(began)))
         if self._acking == "manual" and delivery.outcome is None:
             work.end()
             return True
@@ -336,7 +345,7 @@ class Consumer:
         if work.is_expired and not is_ending and isinstance(failure, asyncio.CancelledError):
             failure = TimeoutError()  # something left a request to cancel behind, so the limit was not sure
         if work.is_expired and isinstance(failure, TimeoutError):
-            failure = _late(work.phase, self._limit)
+            failure = late(work.phase, self._limit)
         if isinstance(failure, StorePermissionError):
             # It fails every message until it is granted, so that the consumer ends as it does for a wrong password.
             self._crash = self._crash or failure
@@ -385,21 +394,8 @@ class Consumer:
         return False
 
 
-def _late(phase: Phase, limit: Limit) -> Exception:
-    """Return what a message failed with whose time was over: only a handler that took too long is to blame for it."""
-    error: StoreTimeoutError | CommitUnknownError
-    match phase:
-        case Phase.RUNNING:
-            return TimeoutError(f"the handler did not end within {limit.seconds:g} s")
-        case Phase.WAITING:
-            error = StoreTimeoutError(
-                f"the message waited {limit.stalled:g} s for its transaction while no other message of this consumer "
-                "moved on; check the store and its pool, and that no handler blocks them for ever"
-            )
-        case Phase.COMMITTING:
-            error = CommitUnknownError()
-    error.is_outage = True
-    return error
+def _since(began: float) -> timedelta:
+    return timedelta(seconds=time.monotonic() - began)
 
 
 def _check_numbers(concurrency: int, buffer: int | None, timeout: timedelta | None, shutdown_grace: timedelta) -> None:

@@ -12,7 +12,9 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Final
 
-__all__ = ["UNTIMED", "Limit", "Phase", "Untimed", "Within", "clock", "is_waiting", "off_the_clock"]
+from .errors import CommitUnknownError, StoreTimeoutError
+
+__all__ = ["UNTIMED", "Limit", "Phase", "Untimed", "Within", "clock", "is_waiting", "late", "off_the_clock"]
 
 #: How many seconds a message may wait for its store beyond the timeout of a handler, while no other one moves on.
 STALLED: Final = 30.0
@@ -233,3 +235,20 @@ def is_waiting() -> bool:
     """Tell whether a message waits here for its transaction, which its consumer limits."""
     work = clock.get()
     return isinstance(work, Within) and work.phase is Phase.WAITING
+
+
+def late(phase: Phase, limit: Limit) -> Exception:
+    """Return what a message failed with whose time was over: only a handler that took too long is to blame for it."""
+    error: StoreTimeoutError | CommitUnknownError
+    match phase:
+        case Phase.RUNNING:
+            return TimeoutError(f"the handler did not end within {limit.seconds:g} s")
+        case Phase.WAITING:
+            error = StoreTimeoutError(
+                f"the message waited {limit.stalled:g} s for its transaction while no other message of this consumer "
+                "moved on; check the store and its pool, and that no handler blocks them for ever"
+            )
+        case Phase.COMMITTING:
+            error = CommitUnknownError()
+    error.is_outage = True
+    return error

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 
+from . import events
 from .errors import NoDeliveryError
 from .message import Message
 from .store import Dead, Delivered, Outcome, Release, Retry
@@ -28,6 +29,11 @@ class Delivery:
         #: Whether a handler may settle it, which can be cancelled at any time: what it says is told all the same.
         self.is_handled: bool = False
         self._telling: asyncio.Future[None] | None = None
+        #: The listener of the consumer that handles the message, as it was given and as it never raises.
+        self.listener: events.Listener | None = None
+        self.tell: events.Listener | None = None
+        #: Whether a middleware has reported what became of the message, so that its consumer does not.
+        self.is_reported: bool = False
 
     def __repr__(self) -> str:
         """Show the message's identity, never its payload, nor what an error says of it."""

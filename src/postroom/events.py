@@ -18,6 +18,7 @@ __all__ = [
     "BreakerClosed",
     "BreakerOpened",
     "Claimed",
+    "ClockJumpedBack",
     "ConsumerFailed",
     "ConsumerStarted",
     "ConsumerStopped",
@@ -219,6 +220,15 @@ class LoopStalled(Event):
     level = logging.WARNING
     text = "event loop was blocked for %(duration)s, so leases may have expired; move blocking calls to a thread"
     duration: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class ClockJumpedBack(Event):
+    """The store's clock was put back, so messages that were due, and leases, wait for as long again."""
+
+    level = logging.WARNING
+    text = "the store's clock was put back by %(by)s; messages that were due wait until it has caught up"
+    by: timedelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 from . import events
+from .clock_watch import ClockWatch
 from .patience import UPKEEP, persist
 from .store import ClaimTerms, Store
 
@@ -19,12 +20,18 @@ HOUR = timedelta(hours=1)
 
 
 async def sweep_forever(store: Store, terms: ClaimTerms, tell: events.Listener, *, every: timedelta) -> None:
-    """Make messages dead that have no attempt left: those that crashed on their last one would wait for ever."""
+    """Make messages dead that have no attempt left: those that crashed on their last one would wait for ever.
+
+    After each sweep the store's clock is looked at, since messages wait for as long as it was put back.
+    """
+    watch = ClockWatch()
+    await watch.look(store, tell)
     while True:
         await _rest(every)
         dead = await persist("sweep", partial(store.sweep, terms), tell, only=UPKEEP)
         if dead:
             tell(events.Swept(dead))
+        await watch.look(store, tell)
 
 
 async def purge_forever(store: Store, tell: events.Listener, *, every: timedelta) -> None:

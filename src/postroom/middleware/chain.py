@@ -10,7 +10,7 @@ from ..errors import MiddlewareOrderError
 from ..message import Message
 from .layers import DEAD_LETTERS, INBOX, OUTBOX, RETRY, TRANSACTION
 
-__all__ = ["NOTHING", "Middleware", "Next", "chained", "check_order", "limit_transactions"]
+__all__ = ["NOTHING", "Middleware", "Next", "chained", "check_order", "connect", "limit_transactions"]
 
 #: Handles a message and returns what is to be sent.
 Next: TypeAlias = Callable[[Message], Awaitable[Sequence[Message]]]
@@ -18,7 +18,7 @@ Next: TypeAlias = Callable[[Message], Awaitable[Sequence[Message]]]
 #:
 #: It may have more, which a consumer looks for when it starts: ``serve(tell)``, which runs beside handling until it is
 #: cancelled, ``check_horizon(horizon)``, which may refuse a broker, ``limit_to(timeout)``, which learns how long a
-#: handler has, and what `check_order` needs.
+#: handler has, and what `check_order` and `connect` need.
 Middleware: TypeAlias = Callable[[Message, Next], Awaitable[Sequence[Message]]]
 
 #: What is to be sent if nothing is.
@@ -77,6 +77,16 @@ def check_order(middlewares: Sequence[Middleware], *, is_manual: bool = False) -
             f"with acking='manual' a message could be acknowledged before {_named(seen[TRANSACTION])} has committed; "
             "use acking='on_success'"
         )
+
+
+def connect(middlewares: Sequence[Middleware]) -> None:
+    """Give each middleware that has ``run_on(transactions)`` the ``transactions`` of the one around it."""
+    transactions: object = None
+    for middleware in middlewares:
+        transactions = getattr(middleware, "transactions", transactions)
+        run_on: Callable[[object], None] | None = getattr(middleware, "run_on", None)
+        if run_on is not None and transactions is not None:
+            run_on(transactions)
 
 
 def _check(middleware: Middleware, layer: int, seen: dict[int, Middleware]) -> None:

@@ -12,6 +12,7 @@ from ..dead_letters import DeadLetters
 from ..deadline import off_the_clock
 from ..errors import CommitUnknownError, ConfigurationError, StoreError, is_hopeless, is_outage
 from ..message import Message
+from ..reporting import Reporter
 from .chain import NOTHING, Next
 from .layers import DEAD_LETTERS
 
@@ -33,7 +34,7 @@ class DeadLetterMiddleware:
         *,
         max_attempts: int = 10,
         was_handled: Callable[[Message], Awaitable[bool]] | None = None,
-        listener: events.Listener = events.log_event,
+        listener: events.Listener | None = None,
     ) -> None:
         """Set up.
 
@@ -41,14 +42,14 @@ class DeadLetterMiddleware:
             letters: Where the messages go.
             max_attempts: After how many deliveries a message that failed is put aside.
             was_handled: Tells whether a message was handled, which may have been delivered so often for another reason.
-            listener: Is told of each.
+            listener: Called with each, as the listener of the consumer is.
         """
         if max_attempts < 1:
             raise ConfigurationError(f"max_attempts={max_attempts} must be at least 1")
         self._letters = letters
         self._max_attempts = max_attempts
         self._was_handled = was_handled
-        self._tell = events.guarded(listener)
+        self._report = Reporter(listener)
 
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
         """Handle a message, or put it aside."""
@@ -73,7 +74,7 @@ class DeadLetterMiddleware:
         with no_fault_of_the_message():
             await self._letters.bury(message, error)
         at = (message.id, message.type, message.attempt)
-        self._tell(events.DeadLettered(*at, error, message.topic, message.key, raised))
+        self._report(events.DeadLettered(*at, error, message.topic, message.key, raised))
         return NOTHING
 
 

@@ -11,10 +11,11 @@ from typing import ClassVar
 
 from .. import events
 from ..deadline import off_the_clock
-from ..errors import AlreadyHandledError, InvalidMessageError, TransactionError
+from ..errors import AlreadyHandledError, ConfigurationError, InvalidMessageError, TransactionError
 from ..inbox import CHUNK, Inbox
 from ..message import Message
 from ..patience import UPKEEP, persist
+from ..reporting import Reporter
 from ..transaction import Transactions, required_transaction
 from .chain import NOTHING, Next
 from .layers import INBOX, TRANSACTION
@@ -28,9 +29,38 @@ class InboxMiddleware:
     layer: ClassVar[int] = INBOX
     needs: ClassVar[int] = TRANSACTION
 
-    def __init__(self, inbox: Inbox, *, listener: events.Listener = events.log_event) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        *,
+        cleanup_interval: timedelta = timedelta(minutes=1),
+        listener: events.Listener | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            inbox: Remembers the messages.
+            cleanup_interval: How often messages past their retention are forgotten, while a consumer runs.
+            listener: Called with duplicates, as the listener of the consumer is.
+        """
+        if cleanup_interval <= timedelta(0):
+            raise ConfigurationError(f"cleanup_interval={cleanup_interval} must be positive")
         self.inbox = inbox
-        self._tell = events.guarded(listener)
+        self._cleanup_interval = cleanup_interval
+        self._report = Reporter(listener)
+        self._transactions: Transactions | None = None
+        self._is_connected = asyncio.Event()
+
+    def run_on(self, transactions: Transactions) -> None:
+        """Clean the inbox in these transactions."""
+        self._transactions = transactions
+        self._is_connected.set()
+
+    async def serve(self, tell: events.Listener) -> None:
+        """Delete inbox rows past their retention, until cancelled; a consumer does this while it runs."""
+        await self._is_connected.wait()  # for the first message, where nothing else tells of transactions
+        if self._transactions is not None:
+            await purge_forever(self.inbox, self._transactions, tell, every=self._cleanup_interval)
 
     def check_horizon(self, horizon: timedelta | None) -> None:
         """Refuse a broker that may hand out a message again after the inbox has forgotten it."""
@@ -39,6 +69,8 @@ class InboxMiddleware:
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
         """Handle a message unless it was handled before."""
         transaction = required_transaction("the inbox")
+        if self._transactions is None:
+            self.run_on(transaction.opened_by)
         if not message.id:  # type: ignore[truthy-bool]  # a broker may have none
             raise InvalidMessageError("the message has no id, by which the inbox could know it again")
         transaction.witness = partial(self.inbox.was_handled, transaction.opened_by, message)
@@ -64,7 +96,7 @@ class InboxMiddleware:
 
     def _skip(self, message: Message) -> None:
         at = (message.id, message.type, message.topic, message.key)
-        self._tell(events.DuplicateSkipped(self.inbox.consumer, *at))
+        self._report(events.DuplicateSkipped(self.inbox.consumer, *at))
 
 
 async def purge_forever(inbox: Inbox, transactions: Transactions, tell: events.Listener, *, every: timedelta) -> None:

@@ -12,6 +12,7 @@ from .. import events
 from ..broker import describe
 from ..errors import PostroomError
 from ..message import Message
+from ..reporting import Reporter
 from ..text import labelled
 from .chain import Next
 
@@ -69,11 +70,11 @@ class LogMiddleware:
 class EventsMiddleware:
     """Tells a listener how each message was handled: what metrics are made of.
 
-    A consumer tells its own listener of failures too, so do not count both.
+    A consumer reports the same to its own listener; one that is given to both hears each event once.
     """
 
     def __init__(self, listener: events.Listener) -> None:
-        self._tell = events.guarded(listener)
+        self._tell = Reporter(listener).alone
 
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
         """Handle a message and tell of it."""

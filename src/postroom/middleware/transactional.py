@@ -127,7 +127,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     dead_letters: DeadLetters | None = None,
     wake: Callable[[], object] | None = None,
     cleanup_interval: timedelta = timedelta(minutes=1),
-    listener: events.Listener = events.log_event,
+    listener: events.Listener | None = None,
 ) -> Transactional:
     """Return the middleware that makes the effect of each message happen once.
 
@@ -146,7 +146,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
         dead_letters: Where dead letters go, if not to the table beside the inbox.
         wake: Called after a commit, to deliver outputs at once: ``dispatcher.wake``; by default the store's hint.
         cleanup_interval: How often the inbox is cleaned.
-        listener: Is told of duplicates and dead letters.
+        listener: Called with duplicates and dead letters, as the listener of the consumer is.
 
     Raises:
         ConfigurationError: Messages would be forgotten while they may still come again.

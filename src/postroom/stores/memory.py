@@ -76,6 +76,10 @@ class MemoryStore:
     async def close(self) -> None:
         """Do nothing."""
 
+    async def clock(self) -> datetime:
+        """Return what the store's clock says."""
+        return self._clock()
+
     async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         """Lease what is due, expired leases first, each key from its head on; or one suspect."""
         self._turn += 1
@@ -178,7 +182,7 @@ class MemoryStore:
         """Make messages due that are parked for a destination."""
         waiting = list(self.rows.parked.get((self.namespace, destination), {}).values())[:limit]
         # A follower could not be claimed alone, so what is parked before it in its line comes along.
-        for row in [ahead for row in waiting for ahead in self.rows.until(row) if ahead.destination == destination]:
+        for row in [ahead for one in waiting for ahead in self.rows.until(one) if ahead.destination == destination]:
             self.rows.park(row, None)
             row.due = row.message.time or row.due
             self.rows.update(row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from ...store import Claim, ClaimTerms, Settlement
 from .client import Client
 from .inbox import RedisInbox
 from .profile import Profile
+from .scripts import alone
 from .transactions import RedisTransactions
 
 __all__ = ["AT_ONCE", "SUSPECTS_EVERY", "TIMEOUT", "WEEK", "StoreInRedis"]
@@ -94,6 +95,11 @@ class StoreInRedis(ABC):
         What is handed out is safe: no message is delivered that a crash of the server would take back.
         """
         return await self._assurance.claimed(partial(self._claim, limit, terms), self._settle, self._prefix)
+
+    async def clock(self) -> datetime:
+        """Return what the server's clock says: of the server that has the messages, in a cluster."""
+        seconds, microseconds = await self._client.evaluate(alone("clock"), [self._prefix])
+        return datetime.fromtimestamp(int(seconds), UTC) + timedelta(microseconds=int(microseconds))
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Record what became of claims, safely; return those that were lost."""

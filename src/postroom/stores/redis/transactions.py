@@ -26,6 +26,7 @@ from ...errors import (
     StoreUnavailableError,
 )
 from ...message import DEFAULT_NAMESPACE
+from ...reporting import Reporter
 from ...transaction import Opening, Transaction, in_transaction
 from .client import Client
 from .commands import keys_of, slot_of
@@ -72,7 +73,7 @@ class RedisTransactions:
         profile: Profile = "durable",
         replicas: int = 1,
         timeout: timedelta = timedelta(seconds=10),
-        listener: events.Listener = events.log_event,
+        listener: events.Listener | None = None,
     ) -> None:
         """Set up; no connection is made.
 
@@ -88,7 +89,7 @@ class RedisTransactions:
                 transaction ends when its promise is kept.
             replicas: How many replicas are to have everything, with ``replicated``.
             timeout: How long one call to the server may take.
-            listener: Is told if a transaction was applied in part.
+            listener: Called if a transaction was applied in part, as the listener of the consumer is.
 
         Raises:
             ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
@@ -104,7 +105,7 @@ class RedisTransactions:
         self.assurance: Assurance = Assurance(
             self.client, profile, prefix=self._prefix, replicas=replicas, timeout=timeout
         )
-        self._tell = events.guarded(listener)
+        self._report = Reporter(listener)
         #: How long a commit may be on its way of which nobody has heard.
         self._late = (TRIES + 2) * timeout
         is_cluster = hasattr(self.client.foreign, "nodes_manager")
@@ -238,7 +239,7 @@ class RedisTransactions:
             case ["NOPERM", key, command]:
                 raise CommitRefusedError(f"the user may not call {command} on {key!r}; let them with ACL SETUSER")
             case ["PARTIAL", why]:
-                self._tell(events.PartlyApplied(mark.key, why))
+                self._report(events.PartlyApplied(mark.key, why))
                 raise PartlyAppliedError(mark.key, why)
             case _:
                 raise CommitRefusedError(" ".join(answer[1:]))

@@ -7,7 +7,7 @@ import logging
 import random
 import sqlite3
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -206,6 +206,11 @@ class SQLStore:
     async def sweep(self, terms: ClaimTerms) -> int:
         """Make messages dead that have no attempt left."""
         return await self._retrying(lambda: self._dialect.sweep(self.namespace, terms))
+
+    async def clock(self) -> datetime:
+        """Return what the database's clock says."""
+        found = await self._run(_one(self._dialect.query("SELECT {now}")), atomic=False)
+        return self._dialect.to_time(found.rows[0][0])
 
     async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
         """Return destinations that have parked messages, in the order of the database."""

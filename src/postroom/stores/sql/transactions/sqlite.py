@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import time
 import weakref
 from collections.abc import Callable
 from typing import Final, TypeAlias
@@ -20,6 +21,9 @@ __all__ = ["AiosqliteLink", "ConnectionLink", "FileTransactions"]
 # The write lock comes first: a transaction that reads and then writes would fail as "locked", not wait.
 _BEGIN: Final = "BEGIN IMMEDIATE"
 _SAVEPOINT: Final = "postroom_nested"
+#: How many seconds a transaction holds the writer for long, and for how many it is left to others then.
+_LONG: Final = 0.25
+_MOMENT: Final = 0.12
 
 
 #: A connection, and the process that opened it.
@@ -35,13 +39,39 @@ class FileTransactions(SQLTransactions):
         """Set up; ``connect`` opens a connection that any thread may use."""
         threads = Threads(1)  # SQLite has one writer at a time; here they wait in order
         idle: list[_Idle] = []
-        super().__init__(lambda: OnThread(_File(connect, idle), threads), is_async=False)
+        turns = _Turns()
+        super().__init__(lambda: OnThread(_File(connect, idle, turns), threads), is_async=False)
         self._idle = idle
         weakref.finalize(self, _close, idle)
 
     def close(self) -> None:
         """Close the connection that is kept."""
         _close(self._idle)
+
+
+class _Turns:
+    """Leaves the writer to others for a moment after a transaction that held it for long.
+
+    Who waits for a lock of SQLite's asks again and again, up to a tenth of a second apart. A queue of handlers would
+    take the lock each time before anybody else asks: a dispatcher could not renew its leases, in any process.
+    """
+
+    def __init__(self) -> None:
+        self._begun = 0.0
+        self._free_at = 0.0
+
+    def begin(self) -> None:
+        """Wait for the end of the moment; to be called on a thread, before BEGIN."""
+        time.sleep(max(self._free_at - time.monotonic(), 0.0))
+
+    def begun(self) -> None:
+        """Take note that the writer is held."""
+        self._begun = time.monotonic()
+
+    def ended(self) -> None:
+        """Take note that it is free."""
+        now = time.monotonic()
+        self._free_at = now + _MOMENT if now - self._begun > _LONG else 0.0
 
 
 def _close(idle: list[_Idle]) -> None:
@@ -107,18 +137,23 @@ class _OnSQLite(Plain):
 class _File(_OnSQLite):
     """A transaction on a connection of our own."""
 
-    def __init__(self, connect: Callable[[], sqlite3.Connection], idle: list[_Idle]) -> None:
+    def __init__(self, connect: Callable[[], sqlite3.Connection], idle: list[_Idle], turns: _Turns) -> None:
         self._connect = connect
         self._idle = idle
+        self._turns = turns
 
     def begin(self) -> None:
+        self._turns.begin()
         self.connection = _own(self._idle) or self._connect()
         self._begin()
+        self._turns.begun()
 
     def release(self, *, is_sound: bool) -> None:
         connection, self.connection = self.connection, None
         if connection is None:
             return
+        if self._is_begun:
+            self._turns.ended()
         if is_sound and not self._idle:
             self._idle.append((os.getpid(), connection))
         else:
