@@ -57,6 +57,7 @@ MADE = [
     (errors.TenantMismatchError(uuid4(), "k"), "must begin with"),
     (errors.PayloadTooLargeError(2, 1), "send a reference"),
     (errors.AlreadyHandledError(uuid4(), None), "was handled by somebody else"),
+    (errors.PoolerError("db/shop"), r'db/shop: .* create the store with PostgresStore\(…, pooler="transaction"\)'),
     (errors.EncodeError(object(), "no form"), "pass a dict"),
     (errors.NotInTransactionError("run BEGIN"), "pass outside_transaction=True"),
     (errors.TransactionAbortedError(), "roll back and start again"),

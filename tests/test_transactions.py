@@ -1244,14 +1244,14 @@ async def test_a_cancelled_handler_costs_only_its_own_connection(world: World, m
     """F-20: the others go on with theirs; a connection that was lost costs all of them, since they may be lost too."""
     transactions = transactions_of(world.pool)
     driver, opened = world.pool._driver, 0  # noqa: SLF001
-    connect = driver.connect
+    connect = driver.connect_plain
 
     async def counted() -> Any:  # noqa: ANN401
         nonlocal opened
         opened += 1
         return await connect()
 
-    monkeypatch.setattr(driver, "connect", counted)
+    monkeypatch.setattr(driver, "connect_plain", counted)
     async with transactions.begin(), transactions.begin():
         assert opened == 2
     with pytest.raises(TimeoutError):

@@ -309,6 +309,7 @@ class _Lent(Source):
     def __init__(self, driver: NetworkDriver[Any], timeout: timedelta) -> None:
         self._driver = driver
         self._timeout = timeout
+        self.patience: timedelta | None = timeout
         self._closings = 0
 
     async def take(self) -> Any:  # noqa: ANN401 -- whatever the driver's are

@@ -15,17 +15,18 @@ Pooler: TypeAlias = Literal["transaction"]
 _NAME: Final = {"application_name": "postroom"}
 #: The longest time in milliseconds that a setting can hold.
 _LONGEST: Final = 2**31 - 1
+_DURABLE: Final = {"synchronous_commit": "on"}
 #: What the store's own statements need.
 _CALLS: Final = {
     # The flush of a claim also flushes the producers' earlier commits, so nothing can be published and then vanish.
-    "synchronous_commit": "on",
+    **_DURABLE,
     "idle_in_transaction_session_timeout": "60000",
     # A table that was nearly empty when it was last analysed looks cheap to read as a whole.
     "enable_seqscan": "off",
     # A plan that is kept knows neither the LIMIT nor that the table was empty when it was made.
     "plan_cache_mode": "force_custom_plan",
 }
-#: The limits of a handler's transaction never become shorter than this.
+#: The limit of a handler's transaction never becomes shorter than this.
 _SHORTEST_LIMIT: Final = timedelta(minutes=1)
 
 
@@ -45,7 +46,7 @@ def set_session(settings: Mapping[str, str]) -> str:
 
 
 def name_session() -> str:
-    """Return what names a session, like `set_session`, and sets nothing that its statements could notice."""
+    """Return what names a session, like `set_session`, and sets nothing that a handler could notice."""
     return _set_config(_NAME)
 
 
@@ -62,14 +63,13 @@ def begin_call(settings: Mapping[str, str]) -> str:
 def handler_settings(timeout: timedelta | None) -> str:
     """Return what follows BEGIN in a handler's transaction, for a consumer that gives its handlers ``timeout``.
 
-    The consumer ends a handler that takes too long. Only one whose process hangs or is cut off is left to the server,
-    which must not keep its locks for ever.
+    The consumer ends a handler that takes too long, and the driver cancels its statement. Only a transaction whose
+    process hangs is left to the server, which must not keep its locks for ever.
     """
-    # What is acknowledged after the commit must survive a crash of the server.
-    settings = {"synchronous_commit": "on"}
+    # The message is acknowledged after the commit, which therefore has to survive a crash of the server.
+    settings = dict(_DURABLE)
     if timeout is not None:
-        limit = _milliseconds(max(2 * timeout, _SHORTEST_LIMIT))
-        settings |= {"statement_timeout": limit, "idle_in_transaction_session_timeout": limit}
+        settings["idle_in_transaction_session_timeout"] = _milliseconds(max(2 * timeout, _SHORTEST_LIMIT))
     return _set_local(settings)
 
 

@@ -35,7 +35,7 @@ class PostgresDriver(NetworkDriver[C]):
 
     Connected directly, or to a pooler that keeps a session for each client, the store's own sessions are set once. With
     ``pooler="transaction"`` every statement is a transaction that sets itself, and no statement is prepared by name.
-    Sessions that handlers are given are never set, only their transactions.
+    Sessions that handlers are given are named and never set; only their transactions are.
     """
 
     def __init__(self, place: Place, *, size: int, timeout: timedelta | None, pooler: Pooler | None) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from abc import ABC, abstractmethod
-from typing import ClassVar, Final, Self
+from datetime import timedelta
+from typing import Final
 
-from ....errors import CommitUnknownError, TransactionAbortedError
+from ....errors import CommitUnknownError, StoreTimeoutError, TransactionAbortedError
 from ..opening import admission, explain_admission
 from .block import Foreign, Link, require_open
+from .heard import Heard
 from .outcome import ANCHOR, PROBE, RELEASE, aborted_is_told, lost, unknown_is_told, was_refused
 from .threads import Plain
 
@@ -33,6 +36,9 @@ _TELLING: Final = {"asyncmy": "connected", "pymysql": "open"}
 
 class Source(ABC):
     """Where connections come from and go to."""
+
+    #: How long a transaction may take to begin on a connection; None if the caller decides.
+    patience: timedelta | None = None
 
     @abstractmethod
     async def take(self) -> Foreign:
@@ -149,6 +155,28 @@ class _FromSource(Link):
         self._source = source
         self._settings = settings
 
+    async def begin(self) -> None:
+        self.connection = await self._source.take()
+        patience = self._source.patience
+        if patience is None:
+            await self._start()
+            return
+        deadline = asyncio.timeout(patience.total_seconds())
+        try:
+            async with deadline:
+                await self._start()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise StoreTimeoutError(
+                f"no transaction began within {patience.total_seconds():g} s: the database does not answer, or another "
+                "transaction has marked the same message and is still open"
+            ) from None
+
+    @abstractmethod
+    async def _start(self) -> None:
+        """Begin a transaction on the connection, set it, and mark its message if there is one to be marked."""
+
     async def release(self, *, is_sound: bool) -> None:
         connection, self.connection = self.connection, None
         if connection is None:
@@ -172,8 +200,7 @@ class AsyncpgLink(_FromSource):
 
     _begun: Foreign = None
 
-    async def begin(self) -> None:
-        self.connection = await self._source.take()
+    async def _start(self) -> None:
         self._begun = self.connection.transaction()
         along = self._settings + ("" if self.opening is None else admission(self.opening))
         if not along:
@@ -229,51 +256,6 @@ class AsyncpgLink(_FromSource):
         await mark.rollback()
 
 
-class Heard:
-    """Stands between a transaction of asyncpg and its connection: what BEGIN takes along, what COMMIT is answered.
-
-    asyncpg keeps that to itself; a statement of its own, or to ask before every COMMIT whether the transaction has
-    failed, would each cost a round trip. Should another version of it not go through here, no answer is heard, nothing
-    was taken along, and asking goes on.
-    """
-
-    #: Whether the answer to a COMMIT was ever heard.
-    is_understood: ClassVar[bool] = False
-
-    #: What it has of its own; everything else is the connection's.
-    _connection: Foreign
-    _along: str
-    answer: str
-
-    def __init__(self, connection: Foreign, along: str) -> None:
-        self.__dict__.update(_connection=connection, _along=along, answer="")
-
-    @classmethod
-    def listen(cls, begun: Foreign, along: str = "") -> Self:
-        """Hear what is answered to the next statement, and have another one follow it at once."""
-        heard = cls(getattr(begun, "_connection", None), along)
-        with contextlib.suppress(AttributeError):  # it may be called otherwise one day
-            begun._connection = heard  # noqa: SLF001
-        return heard
-
-    def leave(self, begun: Foreign) -> None:
-        """Listen no more."""
-        begun._connection = self._connection  # noqa: SLF001
-
-    async def execute(self, query: str) -> str:
-        answer: str = await self._connection.execute(query + self._along)
-        self.__dict__["answer"] = answer
-        if not self._along:
-            Heard.is_understood = answer == "COMMIT"
-        return answer
-
-    def __getattr__(self, name: str) -> Foreign:
-        return getattr(self._connection, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._connection, name, value)
-
-
 def _check_psycopg(connection: Foreign) -> None:
     """Refuse a transaction that is no longer open, or has failed: psycopg knows, and nobody has to be asked."""
     if connection.closed:
@@ -294,8 +276,7 @@ class PsycopgLink(_FromSource):
 
     _begun: Foreign = None
 
-    async def begin(self) -> None:
-        self.connection = await self._source.take()
+    async def _start(self) -> None:
         self._begun = await self.mark()
         if not self._settings:
             return
@@ -399,8 +380,7 @@ class AsyncmyLink(_FromSource):
 
     _marks: int = 0
 
-    async def begin(self) -> None:
-        self.connection = await self._source.take()
+    async def _start(self) -> None:
         await self.connection.begin()
         await self._execute(ANCHOR)
 
