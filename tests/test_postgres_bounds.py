@@ -315,10 +315,9 @@ async def test_after_a_failover_nothing_is_passed_over(site: Site) -> None:
     assert await site.deliver() == []
     assert site.bounds.floor is None
 
-    site.bounds.server, site.bounds.next_look = "another", 0.0
-    await site.deliver()
-
-    assert site.bounds.server != "another"
+    site.bounds.server, site.bounds.next_look, site.bounds.is_active = "another", 0.0, True
+    assert await site.deliver() == []
+    assert site.bounds.server == ""
 
 
 async def test_a_store_that_is_opened_again_knows_nothing(site: Site) -> None:
