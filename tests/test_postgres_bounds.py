@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 import asyncpg
@@ -104,8 +104,8 @@ async def site(postgres_dsn: str) -> AsyncIterator[Site]:
 
 
 @asynccontextmanager
-async def opened(dsn: str) -> AsyncIterator[Site]:
-    store = PostgresStore(dsn)
+async def opened(dsn: str, driver: Literal["asyncpg", "psycopg"] = "asyncpg") -> AsyncIterator[Site]:
+    store = PostgresStore(dsn, driver=driver)
     await store.apply_schema()
     await store.open()
     connection = await asyncpg.connect(dsn)
@@ -226,11 +226,13 @@ async def test_a_floor_that_lets_dead_messages_pass_is_none_where_they_hold_back
     assert site.bounds.floor
     assert not site.bounds.floor.exceptions
     assert site.bounds.floor.skips_dead
-    site.bounds.next_look = float("inf")  # so that the floor stays as it is
+    # Redriven, and backed off again, it holds back the later ones of its key; no survey has seen that yet.
+    site.bounds.next_look = float("inf")
+    text = "UPDATE postroom_outbox SET status = 'pending', next_attempt_at = now() + interval '1 hour' WHERE seq = $1"
+    await site.connection.execute(text, head)
     await site.add("follower", key="k")
 
     assert await site.deliver(on_dead="block") == []
-    assert await site.deliver(on_dead="skip") == ["follower"]
 
 
 async def test_with_too_many_exceptions_the_floor_is_lowered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +315,10 @@ async def test_after_a_failover_nothing_is_passed_over(site: Site) -> None:
     assert await site.deliver() == []
     assert site.bounds.floor is None
 
+    site.bounds.server, site.bounds.next_look, site.bounds.is_active = "another", 0.0, True
+    assert await site.deliver() == []
+    assert site.bounds.server == ""
+
 
 async def test_a_store_that_is_opened_again_knows_nothing(site: Site) -> None:
     await site.pass_by()
@@ -338,7 +344,7 @@ async def test_while_a_snapshot_is_held_a_claim_reads_no_more_than_it_has_to(sit
 
         plain, bounded = [await pages(site, is_active=is_active) for is_active in (False, True)]
 
-    assert bounded * 10 < plain
+    assert bounded * 120 < plain
 
 
 async def pages(site: Site, *, is_active: bool) -> int:
@@ -394,6 +400,17 @@ async def consume(site: Site, arrived: dict[str, list[int]]) -> None:
         await site.settle(claims, Delivered())
 
 
+async def test_bounds_work_with_psycopg(postgres_dsn: str) -> None:
+    async with opened(postgres_dsn, "psycopg") as site:
+        await site.add("head", key="k", delay=timedelta(hours=1))
+        await site.pass_by(above=await site.seq("head"))
+        await site.add("follower", key="k")
+
+        assert site.bounds.floor
+        assert site.bounds.floor.exceptions
+        assert await site.deliver() == []
+
+
 @pytest.mark.prove
 async def test_a_transaction_that_is_prepared_is_waited_for() -> None:
     with PostgresServer(settings={"max_prepared_transactions": "5"}) as server:
@@ -433,7 +450,15 @@ def test_a_transaction_that_goes_on_under_another_name_once_it_is_prepared_has_n
     assert writers.have_ended({"-1/701": True})  # which was prepared when all had ended
 
 
-def test_nothing_is_prepared_while_claims_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transaction_may_be_prepared_at_any_time_before_all_have_ended() -> None:
+    writers = Writers(7, {"1/1"})
+
+    assert not writers.have_ended({"1/1": False})
+    assert not writers.have_ended({"-1/700": True})
+    assert writers.have_ended({})
+
+
+def test_bounds_are_switched_on_by_slow_claims_and_off_by_quick_surveys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLOW": 0.01, "SLOW_CLAIMS": 3, "QUICK": 0.01}.items():
         monkeypatch.setattr(postgres_bounds, name, value)
     bounds = Bounds()

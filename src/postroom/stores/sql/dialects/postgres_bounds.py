@@ -33,6 +33,8 @@ PAUSE: Final = 1.0
 MARGIN: Final = 1.0
 #: A survey scans all dead entries, so it is limited to 1/SHARE of the time.
 SHARE: Final = 20
+#: Seconds until the next survey after one that failed, for example because it took longer than the store's timeout.
+AFTER_FAILURE: Final = 300.0
 #: A survey that takes fewer seconds than this has met few dead entries.
 QUICK: Final = 0.01
 #: Maximum number of keys with unsettled messages below the floor.
@@ -182,13 +184,17 @@ class Bounded(Dialect):
         # Set before the first statement: neither a concurrent claim nor one after a failure must do the same at once.
         bounds.next_look = began + PAUSE
         is_survey_due = began >= bounds.next_survey
+        if is_survey_due:
+            bounds.next_survey = began + AFTER_FAILURE
         highest, writers = bounds.highest, bounds.writers
         # A lease shorter than the claim that granted it becomes visible late, so the bound is rebuilt now and then.
         leased_from = -inf if is_survey_due else bounds.leased_from
         looked = yield self.query(self._writers, namespace=namespace, leased_from=leased_from)
-        bounds.leased_from, at, server = looked.rows[0][:3]
-        if server != bounds.server:
-            bounds.floor, bounds.writers, bounds.server, writers = None, None, server, None
+        leased_from, at, server = looked.rows[0][:3]
+        if bounds.server not in {"", server}:
+            bounds.forget()
+            return
+        bounds.leased_from, bounds.server = leased_from, server
         now = {row[3]: row[4] for row in looked.rows if row[3] is not None}
         bounds.watch(now, at)
         if writers is None or (writers.have_ended(now) and is_survey_due):
@@ -202,7 +208,6 @@ class Bounded(Dialect):
         """Find the keys with unsettled messages up to ``seq``; with too many of them the floor is lowered."""
         skips_dead = terms.on_dead == "skip"
         began = bounds.clock()
-        bounds.next_survey = began + SHARE * PAUSE  # applies if the statement fails
         found = yield self.query(
             self._exceptions, namespace=namespace, floor=seq, skip_dead=skips_dead, most=EXCEPTIONS
         )
