@@ -9,12 +9,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # It looks at the packages of the first python on the PATH, whatever else it is told.
 PYRIGHT := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyright
 PINNED := -c constraints.txt --build-constraint constraints.txt
+# Two more than there are cores: many tests wait for a lease or a time-out to end.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # Percent of the lines and branches that the tests of a tier must reach.
 FLOOR_test := 96
 FLOOR_prove := 96
 define covered
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --tier $(1) -n auto --dist worksteal
+	$(BIN)/coverage run -m pytest --tier $(1) -n $(WORKERS) --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=$(FLOOR_$(1))
 endef

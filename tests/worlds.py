@@ -88,6 +88,8 @@ PROOFS: Final = (
     "tests/test_bench.py::test_a_consumer_and_the_loop_by_hand_",
     "tests/test_bench.py::test_both_contenders_",
     "tests/test_bench.py::test_every_contender_",
+    # The scenarios of the other tests there, on a database with a server.
+    "tests/test_idempotency.py::test_a_handler_on_a_pool_of_its_own_",
     "tests/typing/test_typing.py::test_the_checkers_do_look_",
 )
 #: What starts many processes or foreign tools, or is about Redis. `make quick` leaves it out.
