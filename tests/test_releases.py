@@ -16,6 +16,7 @@ from postroom.stores import SQLStore, open_url
 from postroom.testing.waiting import until
 from tests.releases import Release, checked_out, previous, previous_schema, this
 
+pytestmark = pytest.mark.timeout(600)  # processes take their time to start on a busy machine
 PRODUCER = Path(__file__).with_name("release_producer.py")
 PATIENCE = timedelta(minutes=2)
 COMMITS = {"previous schema": previous_schema, "previous commit": previous}

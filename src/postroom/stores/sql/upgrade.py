@@ -23,32 +23,36 @@ GIVE_UP_AFTER: Final = timedelta(minutes=5)
 #: How long a statement waits for its table at first, and how long it may wait after many attempts. Meanwhile other
 #: transactions wait behind it, and MySQL ends those that have read from the table and want to write to it.
 FIRST_WAIT: Final = timedelta(milliseconds=10)
-LONGEST_WAIT: Final = timedelta(seconds=1)
+LONGEST_WAIT: Final = timedelta(seconds=2)
+#: By how much the wait grows from one attempt to the next.
+GROWTH: Final = 1.5
 #: How much longer than it waited a statement lets others work before its next attempt.
-REST: Final = 9
+REST: Final = 4
 
 
 async def apply_schema(schema: Schema, driver: Driver) -> bool:
     """Create the tables or bring them up to date; return whether there was anything to do."""
     due = await driver.run(schema.due(), timeout=SCHEMA_TIMEOUT)
+    wait = FIRST_WAIT
     for change in due:
-        await _make(schema, driver, change)
+        wait = await _make(schema, driver, change, wait)
     is_mended = await driver.run(schema.mend(), timeout=SCHEMA_TIMEOUT)
     return is_mended or bool(due)
 
 
-async def _make(schema: Schema, driver: Driver, change: Change) -> None:
-    """Add one part; an attempt that does not get its table soon makes way for others, and is repeated."""
+async def _make(schema: Schema, driver: Driver, change: Change, wait: timedelta) -> timedelta:
+    """Add one part, and return how long it waited for its table; an attempt that does not get it soon is repeated."""
     deadline = time.monotonic() + GIVE_UP_AFTER.total_seconds()
-    wait = FIRST_WAIT
     while True:
         try:
-            return await driver.run(schema.make(change, wait=wait), atomic=change.is_atomic, timeout=BUILD_TIMEOUT)
+            await driver.run(schema.make(change, wait=wait), atomic=change.is_atomic, timeout=BUILD_TIMEOUT)
         except StoreContentionError as error:
             if time.monotonic() > deadline:
                 raise _blocked(schema, change) from error
+        else:
+            return wait
         await asyncio.sleep(REST * wait.total_seconds() + random.uniform(0.05, 0.15))
-        wait = min(wait * 1.2, LONGEST_WAIT)
+        wait = min(wait * GROWTH, LONGEST_WAIT)
 
 
 def _blocked(schema: Schema, change: Change) -> StoreContentionError:
