@@ -214,7 +214,7 @@ async def test_a_message_that_comes_again_is_acknowledged_and_nothing_else(shop:
 
     assert first.outcomes == second.outcomes == [Delivered()]
     assert (runs, await shop.effects(), await shop.outputs()) == (1, [1], ["reserved"])
-    assert told == [DuplicateSkipped("stock", content.id, "order.placed")]
+    assert told == [DuplicateSkipped("stock", content.id, "order.placed", content.topic, content.key)]
 
 
 async def test_another_consumer_handles_the_same_message(shop: Shop) -> None:
