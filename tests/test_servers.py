@@ -578,7 +578,9 @@ class TestPrograms:
 
     def test_a_server_without_its_client_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Otherwise every start would wait in vain for an answer."""
-        monkeypatch.setenv(POSTGRES.variable, str(tmp_path))
+        bare = Programs(title="PostgreSQL", variable="NO_SUCH_FOLDER", packages="p")
+        monkeypatch.setattr("postroom.testing.clients.POSTGRES", bare)
+        monkeypatch.setenv("PATH", str(tmp_path))
 
         with pytest.raises(ServerMissingError, match="no psql"):
             PostgresClient("postgresql://127.0.0.1:1/none").answers()
