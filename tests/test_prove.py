@@ -87,6 +87,14 @@ def test_a_shim_that_runs_nothing_is_passed_over(tmp_path: Path, monkeypatch: py
         python_of("3.12")
 
 
+def test_tests_of_a_server_that_is_not_started_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part whose tests were all skipped would pass for a proof."""
+    monkeypatch.setattr("scripts.prove.fetch", lambda package: package.bin)
+    servers = [part for part in parts() if part.name.startswith(("postgres", "redis"))]
+
+    assert [part.commands()[-1].environment["CI"] for part in servers] == ["true"] * 7
+
+
 def test_every_major_of_postgresql_the_oldest_redis_and_every_python_is_a_part() -> None:
     names = [part.name for part in parts()]
 

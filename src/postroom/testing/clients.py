@@ -90,7 +90,7 @@ class PostgresClient(SqlClient):
 
     def _command(self, sql: str) -> Sequence[str | Path]:
         options = ["--no-psqlrc", "--no-password", "--tuples-only", "--no-align", "--quiet"]
-        return [POSTGRES.find("psql"), *options, "--command", sql, self.dsn]
+        return [POSTGRES.find_client("psql"), *options, "--command", sql, self.dsn]
 
     def _environment(self) -> Mapping[str, str]:
         return {"PGCONNECT_TIMEOUT": "5"}

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -44,9 +44,9 @@ class ServerMissingError(ServerError):
 class Programs:
     """The programs of one kind of server.
 
-    A folder named in the environment is the only one looked at. Otherwise a wheel comes first,
-    then what set-up has fetched into the project, then the folders of the system, newest version
-    first, then the PATH.
+    A folder named in the environment is the only one where a server is looked for. Otherwise a wheel comes
+    first, then what set-up has fetched into the project, then the folders of the system, newest version first,
+    then the PATH.
     """
 
     title: str
@@ -64,17 +64,24 @@ class Programs:
 
     def find(self, *names: str, folder: Path | None = None) -> Path:
         """Return the first program there is, each name tried in every folder."""
-        folders = [folder] if folder else list(self._folders())
+        return self._first(names, [folder] if folder else self._named() or list(self._usual()))
+
+    def find_client(self, *names: str) -> Path:
+        """Return the first client program there is, which need not come from where the server does."""
+        return self._first(names, [*self._named(), *self._usual()])
+
+    def _first(self, names: Sequence[str], folders: Sequence[Path]) -> Path:
         for name in names:
             for candidate in folders:
                 if found := shutil.which(name, path=str(candidate)):
                     return Path(found).absolute()
         raise ServerMissingError(self.title, " or ".join(names), self.advice)
 
-    def _folders(self) -> Iterator[Path]:
-        if named := os.environ.get(self.variable):
-            yield Path(named)
-            return
+    def _named(self) -> list[Path]:
+        named = os.environ.get(self.variable)
+        return [Path(named)] if named else []
+
+    def _usual(self) -> Iterator[Path]:
         yield from self._wheel_folders()
         if self.fetched:
             yield from (folder / self.fetched for folder in (Path.cwd(), *Path.cwd().parents))
