@@ -26,6 +26,7 @@ __all__ = [
     "attempt",
     "describe",
     "is_cancelled",
+    "runs",
 ]
 
 T = TypeVar("T")
@@ -141,7 +142,7 @@ class Each:
                     return
 
         async with asyncio.TaskGroup() as group:
-            for run in _runs(messages):
+            for run in runs(messages):
                 group.create_task(deliver(run))
         return outcomes
 
@@ -184,9 +185,10 @@ def describe(error: BaseException) -> str:
     return told[:MAX_ERROR]
 
 
-def _runs(messages: Sequence[Message]) -> list[list[int]]:
-    runs: dict[object, list[int]] = {}
+def runs(messages: Sequence[Message]) -> list[list[int]]:
+    """Return the places of messages that have to follow each other: those of one key, or a single one without."""
+    found: dict[object, list[int]] = {}
     for index, message in enumerate(messages):
         place = index if message.key is None else (message.topic, message.key)
-        runs.setdefault(place, []).append(index)
-    return list(runs.values())
+        found.setdefault(place, []).append(index)
+    return list(found.values())
