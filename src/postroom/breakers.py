@@ -26,8 +26,8 @@ MAX_BREAKERS = 100_000
 EVIDENCE = 3
 #: How many parts of a destination that failed are probed at once when it works again.
 MAX_FAILED = 100
-#: Seconds between two probes, so that there are at most 20 in any second.
-PROBE_SPACING = 1 / 19
+#: Seconds between two probes; claims may bring a few of them together, and there must be at most 20 in any second.
+PROBE_SPACING = 1 / 15
 #: How many probes may follow each other without a pause while they are answered, at the most.
 MAX_CREDIT = 100
 #: After how many seconds another message is invited if the one before did not come.

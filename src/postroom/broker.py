@@ -30,6 +30,7 @@ __all__ = [
     "is_asked_for",
     "is_cancelled",
     "overdue",
+    "runs",
 ]
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ class Each:
                     return
 
         async with asyncio.TaskGroup() as group:
-            for run in _runs(messages):
+            for run in runs(messages):
                 group.create_task(deliver(run))
         return outcomes
 
@@ -191,9 +192,10 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _runs(messages: Sequence[Message]) -> list[list[int]]:
-    runs: dict[object, list[int]] = {}
+def runs(messages: Sequence[Message]) -> list[list[int]]:
+    """Return the places of messages that have to follow each other: those of one key, or a single one without."""
+    found: dict[object, list[int]] = {}
     for index, message in enumerate(messages):
         place = index if message.key is None else (message.topic, message.key)
-        runs.setdefault(place, []).append(index)
-    return list(runs.values())
+        found.setdefault(place, []).append(index)
+    return list(found.values())

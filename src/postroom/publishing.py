@@ -8,11 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 from .breakers import Breakers
-from .broker import INTERRUPTS, OUTAGES, Attempt, Each, Publisher, attempt, describe
+from .broker import INTERRUPTS, OUTAGES, Attempt, Each, Publisher, attempt, describe, runs
 from .custody import Custody
+from .errors import PublishUnknownError
 from .message import Message
 from .retry import Delay
 from .slots import UnprovenSlots
@@ -144,21 +146,28 @@ class Publishing:
     async def publish(self, runs: Sequence[Run]) -> None:
         """Publish what was admitted."""
         if isinstance(self._publisher, Each):
+            later: list[Callable[[], object]] = []
             async with asyncio.TaskGroup() as group:
                 for run in runs:
-                    group.create_task(self._deliver(self._publisher, run))
+                    group.create_task(self._deliver(self._publisher, run, later))
+            for conclude in later:
+                conclude()
             return
         together, probes = self._without_suspects(runs)
         if together:
             await self._publish_batch(together, probes)
 
-    async def _deliver(self, each: Each, run: Run) -> None:
+    async def _deliver(self, each: Each, run: Run, later: list[Callable[[], object]]) -> None:
         """Send the messages of a run one after the other, until one is not delivered."""
         claims, settled = run.claims, 0
         try:
             for claim in claims:
+                began = time.monotonic()
                 outcome = await self._send_in_turn(each, claim, run)
                 settled += 1
+                if isinstance(outcome, PublishUnknownError):
+                    # Others that are under way may tell whether the destination works.
+                    later.append(partial(self._conclude, [claim], [None], outcome, began))
                 if not isinstance(outcome, Delivered):
                     break
             self._release(claims[settled:])
@@ -172,8 +181,11 @@ class Publishing:
             if run.is_probe:
                 self._breakers.end_probe(claims[0].message)
 
-    async def _send_in_turn(self, each: Each, claim: Claim, run: Run) -> Outcome:
-        """Send a message as soon as there is a slot, unless its destination has gone down meanwhile."""
+    async def _send_in_turn(self, each: Each, claim: Claim, run: Run) -> Outcome | PublishUnknownError:
+        """Send a message as soon as there is a slot, unless its destination has gone down meanwhile.
+
+        Returns what was raised if nothing is known of the message, although it did not take long.
+        """
         slot_of = None if run.slot_of is None or self._breakers.is_proven(run.slot_of) else run.slot_of
         has_slot = slot_of is not None and await self.slots.acquire(slot_of)
         try:
@@ -188,6 +200,8 @@ class Publishing:
         finally:
             if has_slot and slot_of is not None:
                 self.slots.release(slot_of)
+        if answer is None and isinstance(error, PublishUnknownError) and not run.is_probe:
+            return error
         [outcome] = self._conclude([claim], [answer], error, began)
         if slot_of is not None:
             has_answered = self._breakers.is_proven(slot_of)
@@ -381,12 +395,8 @@ class Publishing:
 
 
 def runs_of(claims: Sequence[Claim]) -> list[list[Claim]]:
-    """Return the claims that have to follow each other: those of one key, or a single one without."""
-    runs: dict[object, list[Claim]] = {}
-    for index, claim in enumerate(claims):
-        key = claim.message.key
-        runs.setdefault(index if key is None else (claim.message.topic, key), []).append(claim)
-    return list(runs.values())
+    """Return the claims that have to follow each other."""
+    return [[claims[index] for index in run] for run in runs([claim.message for claim in claims])]
 
 
 def _has_loop() -> bool:

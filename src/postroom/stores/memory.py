@@ -182,7 +182,8 @@ class MemoryStore:
         """Make messages due that are parked for a destination."""
         waiting = list(self.rows.parked.get((self.namespace, destination), {}).values())[:limit]
         # A follower could not be claimed alone, so what is parked before it in its line comes along.
-        for row in [ahead for one in waiting for ahead in self.rows.until(one) if ahead.destination == destination]:
+        lines = [ahead for row in waiting for ahead in self.rows.until(row)]
+        for row in [row for row in lines if row.destination == destination]:
             self.rows.park(row, None)
             row.due = row.message.time or row.due
             self.rows.update(row)
