@@ -17,6 +17,7 @@ The tests are coroutines: run them with pytest-asyncio in auto mode, or mark the
 from __future__ import annotations
 
 from .adding import AddingContract
+from .choosing import ChoosingContract
 from .claiming import ClaimingContract
 from .harness import StoredRow, StoreHarness
 from .ordering import OrderingContract
@@ -28,6 +29,12 @@ __all__ = ["StoreContract", "StoreHarness", "StoredRow"]
 
 
 class StoreContract(
-    AddingContract, ClaimingContract, SettlingContract, OrderingContract, ParkingContract, UpkeepContract
+    AddingContract,
+    ClaimingContract,
+    ChoosingContract,
+    SettlingContract,
+    OrderingContract,
+    ParkingContract,
+    UpkeepContract,
 ):
     """Everything that `postroom.store.Store` promises; a subclass gives the ``harness`` fixture."""
