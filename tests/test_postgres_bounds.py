@@ -33,7 +33,7 @@ def terms(on_dead: OnDead = "block") -> ClaimTerms:
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every claim after the first one read the open writers, and run a survey as soon as they have ended."""
-    for name, value in {"SLOW": -1.0, "SLOW_CLAIMS": 1, "PAUSE": 0.0, "SHARE": 0, "QUICK": -1.0}.items():
+    for name, value in {"SLOW": -1.0, "SLOW_CLAIMS": 1, "PAGES": -1000, "PAUSE": 0.0, "SHARE": 0}.items():
         monkeypatch.setattr(postgres_bounds, name, value)
 
 
@@ -225,7 +225,6 @@ async def test_a_floor_that_lets_dead_messages_pass_is_none_where_they_hold_back
     await site.pass_by(above=head, on_dead="skip")
     assert site.bounds.floor
     assert not site.bounds.floor.exceptions
-    assert site.bounds.floor.skips_dead
     # Redriven, and backed off again, it holds back the later ones of its key; no survey has seen that yet.
     site.bounds.next_look = float("inf")
     text = "UPDATE postroom_outbox SET status = 'pending', next_attempt_at = now() + interval '1 hour' WHERE seq = $1"
@@ -248,7 +247,6 @@ async def test_with_too_many_exceptions_the_floor_is_lowered(site: Site, monkeyp
     assert site.bounds.floor == Floor(
         third - 1,
         {("t", "w0"): (await site.seq("waiting 0"), True), ("t", "w1"): (await site.seq("waiting 1"), True)},
-        skips_dead=False,
     )
 
 
@@ -304,11 +302,11 @@ async def test_a_lease_that_ran_out_is_found_behind_the_bound(site: Site, key: s
 async def test_after_a_failover_nothing_is_passed_over(site: Site) -> None:
     """The server that takes over may have lost the last numbers, and draw them again."""
     await site.pass_by()
-    site.bounds.server, site.bounds.floor = "another", Floor(10**9, {}, skips_dead=False)
+    site.bounds.server, site.bounds.floor = "another", Floor(10**9, {})
     site.bounds.next_look = float("inf")
     await site.add("a", "b", key="k")
     claims = await site.claim(1)
-    site.bounds.server, site.bounds.floor = "another", Floor(10**9, {}, skips_dead=False)
+    site.bounds.server, site.bounds.floor = "another", Floor(10**9, {})
     site.bounds.is_active = True
 
     assert names(claims) == ["a"]
@@ -458,21 +456,71 @@ def test_a_transaction_may_be_prepared_at_any_time_before_all_have_ended() -> No
     assert writers.have_ended({})
 
 
-def test_bounds_are_switched_on_by_slow_claims_and_off_by_quick_surveys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLOW": 0.01, "SLOW_CLAIMS": 3, "QUICK": 0.01}.items():
+def test_claims_are_in_doubt_after_several_slow_ones_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLOW": 0.01, "SLOW_CLAIMS": 3}.items():
         monkeypatch.setattr(postgres_bounds, name, value)
     bounds = Bounds()
-    rows = [("id", "t", "t", "k", b"", "", "", None, None, None, 1, 1, 42)] * 10
 
     for seconds in (0.02, 0.02, 0.001, 0.02, 0.02):
-        bounds.claimed(rows, seconds)
-    assert not bounds.is_active
-    assert bounds.highest == 42
+        bounds.timed(10, seconds)
+    assert not bounds.is_in_doubt
 
-    bounds.claimed(rows, 0.02)
+    bounds.timed(10, 0.02)
+    assert bounds.is_in_doubt
+
+
+def test_the_start_of_a_key_is_its_head_unless_lower_messages_may_still_appear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_bounds, "STARTS", 2)
+    bounds = Bounds()
+
+    bounds.claimed([row("a", 8), row("a", 7), row("b", 11), [None] * 13], confirmed=9)
+    assert bounds.highest == 11
+    assert bounds.starts == {("t", "a"): 7, ("t", "b"): 10}
+
+    bounds.claimed([row("a", 12)], confirmed=11)
+    bounds.claimed([row("c", 13)], confirmed=11)
+    assert bounds.starts == {("t", "a"): 12, ("t", "c"): 12}
+
+
+def row(key: str, seq: int) -> list[object]:
+    return ["id", "t", "t", key, *[None] * 8, seq]
+
+
+def test_bounds_are_switched_by_the_pages_that_are_read_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_bounds, "PAGES", 1000)
+    bounds = Bounds()
+
+    bounds.measured(900)
+    assert not bounds.is_active
+
+    bounds.measured(1001)
+    bounds.floor = Floor(1, {})
+    bounds.measured(300)
     assert bounds.is_active
 
-    for _ in range(3):
-        bounds.surveyed(Floor(1, {}, skips_dead=False), 0.001)
+    bounds.measured(200)
     assert not bounds.is_active
     assert bounds.floor is None
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+async def test_a_held_snapshot_switches_the_bounds_on_and_its_end_off(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, driver: Literal["asyncpg", "psycopg"]
+) -> None:
+    monkeypatch.setattr(postgres_bounds, "PAGES", 20)
+    async with opened(postgres_dsn, driver) as site, site.producer() as stranger:
+        await site.connection.execute("ALTER TABLE postroom_outbox SET (autovacuum_enabled = false)")
+        async with stranger.transaction(isolation="repeatable_read"):
+            await stranger.fetchval("SELECT count(*) FROM postroom_outbox")
+            assert await site.deliver() == []
+            assert await site.deliver() == []
+            assert not site.bounds.is_active
+            for _ in range(15):
+                await site.add(*map(str, range(100)), key="k")
+                await site.deliver()
+            await site.deliver()
+            assert site.bounds.is_active
+        await site.connection.execute("VACUUM postroom_outbox")
+        async with asyncio.timeout(60):
+            while site.bounds.is_active:
+                await site.deliver()

@@ -7,6 +7,7 @@ docs/decisions/0016-held-snapshots.md explains why no message is skipped.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from functools import cached_property
 from math import inf
 from typing import Any, ClassVar, Final
 
-from ....store import ClaimTerms
+from ....store import ClaimTerms, OnDead
 from ..dialect import Dialect
 from ..names import Names
 from ..statement import Row, Script
@@ -25,8 +26,10 @@ __all__ = ["MARK", "Bounded", "Bounds", "Floor", "Writers"]
 MARK: Final = 13
 #: Seconds above which a claim counts as slow: a base, and an allowance for each claimed message.
 SLOW, SLOW_EACH = 0.01, 0.0001
-#: Consecutive slow claims that switch the bounds on, and consecutive quick surveys that switch them off.
+#: Consecutive slow claims after which the scan for due messages is measured; a busy machine makes claims slow as well.
 SLOW_CLAIMS: Final = 3
+#: Pages that scan may read beyond one for each row; more switch the bounds on, and a quarter of it off.
+PAGES: Final = 2000
 #: Seconds between two reads of pg_locks.
 PAUSE: Final = 1.0
 #: Seconds of overlap between a scan and the one before, for rows that became visible shortly after their due time.
@@ -35,10 +38,9 @@ MARGIN: Final = 1.0
 SHARE: Final = 20
 #: Seconds until the next survey after one that failed, for example because it took longer than the store's timeout.
 AFTER_FAILURE: Final = 300.0
-#: A survey that takes fewer seconds than this has met few dead entries.
-QUICK: Final = 0.01
-#: Maximum number of keys with unsettled messages below the floor.
+#: Maximum number of keys with unsettled messages below the floor, and of keys whose start is remembered.
 EXCEPTIONS: Final = 500
+STARTS: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,6 @@ class Floor:
     seq: int
     #: By topic and key: the seq of the first unsettled message, and whether that message waits for a later time.
     exceptions: dict[tuple[str, str], tuple[int, bool]]
-    #: Whether dead messages were counted as settled, as ``on_dead="skip"`` treats them.
-    skips_dead: bool
 
     def release(self, keys: Iterable[tuple[str, str]]) -> bool:
         """Mark keys that were claimed as no longer waiting; return whether any of them was waiting."""
@@ -85,6 +85,12 @@ class Bounds:
     clock: Callable[[], float] = time.monotonic
     is_active: bool = False
     floor: Floor | None = None
+    #: What floor and starts are valid for.
+    on_dead: OnDead = "block"
+    #: All messages up to this sequence number are visible, unless they were rolled back.
+    confirmed: int = 0
+    #: By topic and key: a sequence number below which the key has no unsettled message; the latest claimed come last.
+    starts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     #: Lower bounds of next_attempt_at and locked_until, in seconds since the epoch.
     due_from: float = -inf
     leased_from: float = -inf
@@ -99,24 +105,46 @@ class Bounds:
     _since: dict[str, float] = field(default_factory=dict[str, float])
     _watched_at: float = -inf
     _slow_claims: int = 0
-    _quick_surveys: int = 0
 
     def forget(self) -> None:
         """Reset to the initial values."""
         self.floor = self.writers = None
+        self.confirmed, self.starts = 0, {}
         self.due_from = self.leased_from = -inf
         self.server = ""
         self._since, self._watched_at = {}, -inf
-        self.is_active, self._slow_claims, self._quick_surveys = False, 0, 0
+        self.is_active, self._slow_claims = False, 0
 
-    def claimed(self, rows: Sequence[Row], seconds: float) -> None:
-        """Record the rows and the duration of a claim; slow claims switch the bounds on."""
-        self.highest = max([self.highest, *(row[12] for row in rows)])
-        is_slow = seconds > SLOW + SLOW_EACH * len(rows)
-        self._slow_claims = self._slow_claims + 1 if is_slow else 0
-        self.is_active = self.is_active or self._slow_claims >= SLOW_CLAIMS
-        if self.floor and self.floor.release({(row[1], row[3]) for row in rows}):
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether claims have become slow, and the time has come to find out why."""
+        return not self.is_active and self._slow_claims >= SLOW_CLAIMS and self.clock() >= self.next_look
+
+    def claimed(self, seen: Sequence[Row], confirmed: int) -> None:
+        """Record the rows of a claim, given what had been confirmed before; the first of each key was its head."""
+        heads: dict[tuple[str, str], int] = {}
+        for row in seen:
+            if row[0] is not None:
+                self.highest = max(self.highest, row[12])
+                key = (row[1], row[3])
+                heads[key] = min(row[12], heads.get(key, confirmed + 1))
+        if self.floor and self.floor.release(heads):
             self.due_from = -inf  # the followers of such a key have been due for long
+        for key, start in heads.items():
+            self.starts.pop(key, None)
+            self.starts[key] = start
+        while len(self.starts) > STARTS:
+            del self.starts[next(iter(self.starts))]
+
+    def treat_dead_as(self, on_dead: OnDead) -> None:
+        """Forget what was found for claims that treat dead messages differently: only some count them as settled."""
+        if self.on_dead != on_dead:
+            self.on_dead, self.floor, self.starts = on_dead, None, {}
+
+    def timed(self, claimed: int, seconds: float) -> None:
+        """Record how long a claim without bounds took."""
+        is_slow = seconds > SLOW + SLOW_EACH * claimed
+        self._slow_claims = self._slow_claims + 1 if is_slow else 0
 
     def watch(self, now: Mapping[str, bool], at: float) -> None:
         """Record the open writers, and lower ``due_from`` to the start of those that have ended since."""
@@ -125,11 +153,11 @@ class Bounds:
         self._since = {transaction: self._since.get(transaction, self._watched_at) for transaction in now}
         self._watched_at = at - MARGIN
 
-    def surveyed(self, floor: Floor, seconds: float) -> None:
-        """Record the result of a survey; quick surveys switch the bounds off."""
-        self.floor, self.due_from = floor, -inf
-        self._quick_surveys = self._quick_surveys + 1 if seconds < QUICK else 0
-        if self._quick_surveys >= SLOW_CLAIMS:
+    def measured(self, pages: int) -> None:
+        """Switch the bounds on or off by how many pages are read in vain from the start of the index."""
+        if pages > PAGES:
+            self.is_active = True
+        elif pages * 4 < PAGES:
             self.forget()
 
 
@@ -160,27 +188,46 @@ class Bounded(Dialect):
     def look(self, plain: str, params: Mapping[str, Any], terms: ClaimTerms) -> Script[Sequence[Row]]:
         """Claim from the keys of due messages, with the statement ``plain`` or with its bounded variant."""
         bounds = self._bounds(params["namespace"])
-        if bounds.is_active and bounds.clock() >= bounds.next_look:
-            yield from self._watch(bounds, params["namespace"], terms)
-        is_bounded = bounds.is_active and not terms.newest_first
-        began, due_from, server = bounds.clock(), bounds.due_from, bounds.server
-        if is_bounded:
-            seen = yield self.query(self._claim_bounded, **params, **_bound_params(bounds, terms))
-        else:
+        yield from self._update(bounds, params, terms)
+        if not bounds.server or not bounds.is_active or terms.newest_first:
+            began = bounds.clock()
             seen = yield self.query(plain, **params)
-        bounds.claimed([row for row in seen.rows if row[0] is not None], bounds.clock() - began)
-        if is_bounded and seen.rows[0][MARK + 2] != server:
-            bounds.forget()
-        elif is_bounded and bounds.due_from == due_from:  # otherwise it was lowered while the statement ran
-            bounds.due_from = seen.rows[0][MARK + 1]
+            bounds.timed(len(seen.rows), bounds.clock() - began)
+            bounds.highest = max(bounds.highest, *(row[12] or 0 for row in seen.rows))
+        else:
+            due_from, server, confirmed = bounds.due_from, bounds.server, bounds.confirmed
+            bounds.treat_dead_as(terms.on_dead)
+            seen = yield self.query(self._claim_bounded, **params, **_bound_params(bounds))
+            bounds.claimed(seen.rows, confirmed)
+            if seen.rows[0][MARK + 2] != server:
+                bounds.forget()
+            elif bounds.due_from == due_from:  # otherwise it was lowered while the statement ran
+                bounds.due_from = seen.rows[0][MARK + 1]
         return seen.rows
+
+    def _update(self, bounds: Bounds, params: Mapping[str, Any], terms: ClaimTerms) -> Script[None]:
+        """Bring the bounds up to date if the time has come."""
+        if bounds.is_in_doubt:
+            bounds.next_look = bounds.clock() + PAUSE
+            yield from self._measure(bounds, params)
+            if bounds.is_active:
+                bounds.next_look = 0.0
+        if bounds.is_active and bounds.clock() >= bounds.next_look:
+            yield from self._watch(bounds, params, terms)
 
     def _bounds(self, namespace: str) -> Bounds:
         return self.bounds.setdefault(namespace, Bounds())
 
-    def _watch(self, bounds: Bounds, namespace: str, terms: ClaimTerms) -> Script[None]:
+    def _measure(self, bounds: Bounds, params: Mapping[str, Any]) -> Script[None]:
+        """Count the pages that the scan for due messages reads beyond one for each row that it finds."""
+        explained = yield self.query(self._due_plan, namespace=params["namespace"], window=params["window"])
+        answer = explained.rows[0][0]
+        plan = (json.loads(answer) if isinstance(answer, str) else answer)[0]["Plan"]
+        bounds.measured(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] - int(plan["Actual Rows"]))
+
+    def _watch(self, bounds: Bounds, params: Mapping[str, Any], terms: ClaimTerms) -> Script[None]:
         """Read the open writers; once those that could add messages below a floor have ended, run a survey."""
-        began = bounds.clock()
+        namespace, began = params["namespace"], bounds.clock()
         # Set before the first statement: neither a concurrent claim nor one after a failure must do the same at once.
         bounds.next_look = began + PAUSE
         is_survey_due = began >= bounds.next_survey
@@ -197,25 +244,26 @@ class Bounded(Dialect):
         bounds.leased_from, bounds.server = leased_from, server
         now = {row[3]: row[4] for row in looked.rows if row[3] is not None}
         bounds.watch(now, at)
-        if writers is None or (writers.have_ended(now) and is_survey_due):
+        if writers is None or writers.have_ended(now):
             bounds.writers = Writers(highest, set(now))
-            if writers:
+            bounds.confirmed = writers.seq if writers else 0
+            if writers and is_survey_due:
                 yield from self._survey(bounds, namespace, terms, writers.seq)
+                yield from self._measure(bounds, params)
         if is_survey_due:
             bounds.next_survey = bounds.clock() + SHARE * (bounds.clock() - began)
 
     def _survey(self, bounds: Bounds, namespace: str, terms: ClaimTerms, seq: int) -> Script[None]:
         """Find the keys with unsettled messages up to ``seq``; with too many of them the floor is lowered."""
-        skips_dead = terms.on_dead == "skip"
-        began = bounds.clock()
         found = yield self.query(
-            self._exceptions, namespace=namespace, floor=seq, skip_dead=skips_dead, most=EXCEPTIONS
+            self._exceptions, namespace=namespace, floor=seq, skip_dead=terms.on_dead == "skip", most=EXCEPTIONS
         )
         rows = found.rows
         if len(rows) > EXCEPTIONS:
             seq, rows = rows[EXCEPTIONS][2] - 1, rows[:EXCEPTIONS]
         exceptions = {(row[0], row[1]): (row[2], row[3]) for row in rows}
-        bounds.surveyed(Floor(seq, exceptions, skips_dead), bounds.clock() - began)
+        bounds.treat_dead_as(terms.on_dead)
+        bounds.floor, bounds.due_from = Floor(seq, exceptions), -inf
 
     @cached_property
     def _claim_bounded(self) -> str:
@@ -232,6 +280,13 @@ class Bounded(Dialect):
     }
     _leased_from: ClassVar[str] = " AND locked_until >= to_timestamp(:leased_from::float8)"
     server: ClassVar[str] = "extract(epoch FROM pg_postmaster_start_time())::text"
+    # Unlike a duration, the number of pages does not depend on what else the machine does.
+    _due_plan: ClassVar[str] = """
+        EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON)
+        SELECT seq FROM {outbox}
+        WHERE namespace = :namespace::text AND status = 'pending' AND {ordered} AND next_attempt_at <= {now}
+        ORDER BY next_attempt_at, seq LIMIT :window::bigint
+        """
     # An INSERT takes this lock before nextval() and keeps it to the end of its transaction, prepared ones included.
     _writers: ClassVar[str] = f"""
         SELECT mark.*, virtualtransaction, pid IS NULL
@@ -276,14 +331,14 @@ class Bounded(Dialect):
                 WHERE namespace = :namespace AND {{ordered}} AND {Dialect.is_due}
                   AND next_attempt_at >= to_timestamp(:due_from::float8)
                 ORDER BY next_attempt_at, seq LIMIT :window) AS first
-        ), exceptions AS MATERIALIZED (
+        ), known AS MATERIALIZED (
             SELECT * FROM unnest(:but_topics::text[], :but_keys::text[], :but_seqs::bigint[], :but_waits::boolean[])
                  AS t(topic, {{key}}, seq, waits)
         ), mark AS (
             SELECT :window IN ((SELECT count(*) FROM expired), (SELECT count(*) FROM due)) AS is_full,
                    -- Followers of a head that waits are claimed together with it, so they do not hold the bound.
                    extract(epoch FROM LEAST(now(), COALESCE(
-                       (SELECT min(next_attempt_at) FROM due LEFT JOIN exceptions USING (topic, {{key}})
+                       (SELECT min(next_attempt_at) FROM due LEFT JOIN known USING (topic, {{key}})
                         WHERE waits IS NOT TRUE),
                        (SELECT max(next_attempt_at) FROM due HAVING count(*) = :window))))::float8
                        - {MARGIN} AS due_from,
@@ -292,29 +347,27 @@ class Bounded(Dialect):
             SELECT topic, {{key}}, min(turn) AS turn,
                    -- The scan of a key includes every due message found, even if the floor were wrong.
                    CASE WHEN (SELECT server FROM mark) = :server::text
-                        THEN LEAST(COALESCE(min(exceptions.seq), :floor::bigint + 1), min(either.seq))
+                        THEN LEAST(COALESCE(min(known.seq), :floor::bigint + 1), min(either.seq))
                         ELSE 0 END AS start
             FROM (
                 SELECT topic, {{key}}, seq, 0 AS turn FROM expired
                 UNION ALL
                 SELECT topic, {{key}}, seq, turn FROM due) AS either
-            LEFT JOIN exceptions USING (topic, {{key}})
+            LEFT JOIN known USING (topic, {{key}})
             GROUP BY topic, {{key}}
         ), """
 
 
-def _bound_params(bounds: Bounds, terms: ClaimTerms) -> dict[str, Any]:
-    floor = bounds.floor
-    if floor and floor.skips_dead and terms.on_dead != "skip":
-        floor = None  # dead messages, which block their key here, are missing from its exceptions
-    exceptions = floor.exceptions if floor else {}
+def _bound_params(bounds: Bounds) -> dict[str, Any]:
+    floor = bounds.floor or Floor(0, {})
+    keys = {**floor.exceptions, **{key: (floor.seq + 1, False) for key in bounds.starts if key not in floor.exceptions}}
     return {
         "leased_from": bounds.leased_from,
         "due_from": bounds.due_from,
         "server": bounds.server,
-        "floor": floor.seq if floor else -1,
-        "but_topics": [topic for topic, _ in exceptions],
-        "but_keys": [key for _, key in exceptions],
-        "but_seqs": [seq for seq, _ in exceptions.values()],
-        "but_waits": [waits for _, waits in exceptions.values()],
+        "floor": floor.seq,
+        "but_topics": [topic for topic, _ in keys],
+        "but_keys": [key for _, key in keys],
+        "but_seqs": [max(seq, bounds.starts.get(key, 0)) for key, (seq, _) in keys.items()],
+        "but_waits": [waits for _, waits in keys.values()],
     }
