@@ -520,10 +520,13 @@ def is_outage(error: BaseException) -> bool:
 
 def ungrouped(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the missing permission that a group of errors holds, or else the group."""
-    error: BaseException = group.subgroup(StorePermissionError) or group
-    while isinstance(error, BaseExceptionGroup) and error is not group:
-        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-    return error
+    denied = group.subgroup(StorePermissionError)
+    while denied is not None:
+        first = denied.exceptions[0]
+        if not isinstance(first, ExceptionGroup):
+            return first
+        denied = first
+    return group
 
 
 def shown(text: object) -> str:
