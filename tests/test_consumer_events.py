@@ -283,7 +283,7 @@ async def test_a_transaction_that_was_applied_in_part_is_reported(redis_url: str
 
 
 async def test_every_stack_cleans_its_inbox(shop: Shop) -> None:
-    """Marks would grow for ever in a stack of single middlewares."""
+    """S1-05, S1-38, S1-40: marks would grow for ever in a stack of single middlewares."""
     inbox = shop.store.inbox("stock", retention=timedelta(milliseconds=1))
     transaction = TransactionMiddleware(shop.store)
     async with transaction.transactions.begin() as opened:

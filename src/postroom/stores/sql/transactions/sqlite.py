@@ -62,7 +62,8 @@ class _Turns:
 
     def begin(self) -> None:
         """Wait for the end of the moment; to be called on a thread, before BEGIN."""
-        time.sleep(max(self._free_at - time.monotonic(), 0.0))
+        if self._free_at and (left := self._free_at - time.monotonic()) > 0:
+            time.sleep(left)
 
     def begun(self) -> None:
         """Take note that the writer is held."""
