@@ -376,6 +376,30 @@ async def test_two_stores_keep_the_order_of_keys_while_transactions_commit_late(
     assert arrived == {key: list(range(COUNT)) for key in arrived}
 
 
+async def test_a_message_that_committed_late_and_is_in_flight_in_another_store_holds_back_later_ones(
+    postgres_dsn: str,
+) -> None:
+    """Here only what is remembered of the key decides, since the message in flight is not among those that are due."""
+    async with opened(postgres_dsn) as one, opened(postgres_dsn) as two, one.producer() as late:
+        await one.pass_by()
+        transaction = late.transaction()
+        await transaction.start()
+        await one.add("first", key="k", connection=late)
+        await one.add("second", key="k")
+        assert await one.deliver() == ["second"]
+        for number in range(3):
+            await one.add(f"other {number}", key=f"o{number}")
+            assert await one.deliver() == [f"other {number}"]
+        await transaction.commit()
+        claims = await two.claim()
+        assert names(claims) == ["first"]
+        await one.add("third", key="k")
+
+        assert await one.deliver() == []
+        await two.settle(claims, Delivered())
+        assert await one.deliver() == ["third"]
+
+
 COUNT = 40
 
 
