@@ -418,7 +418,7 @@ async def test_hints_do_not_press_a_destination_that_is_down(shop: Shop) -> None
             await shop.add(message(number, topic="slow"), message(number, topic="quick"))
             await confirmed(counting.broker, number)
 
-    assert counting.asked.count("slow") == 1
+    assert counting.asked.count("slow") == 3  # as many as it takes to tell a destination from single messages
     assert counting.asked.count("quick") == 5
     assert (await entry(shop, first.id)).attempts == 0
     assert (await shop.store.stats()).pending == 6

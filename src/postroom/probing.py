@@ -114,7 +114,6 @@ class Prober:
         # By turns the newest and the oldest: a new destination does not wait for all that hang, nor they for ever.
         self._is_newest_turn = not self._is_newest_turn
         name, misses = untried.popitem(last=self._is_newest_turn)
-        self._publishing.slots.invite(name)
         if not await self._unpark(name, self.most) and misses < MAX_MISSES:
             untried[name] = misses + 1
             untried.move_to_end(name, last=False)

@@ -203,11 +203,8 @@ class Publishing:
         if answer is None and isinstance(error, PublishUnknownError) and not run.is_probe:
             return error
         [outcome] = self._conclude([claim], [answer], error, began)
-        if slot_of is not None:
-            has_answered = self._breakers.is_proven(slot_of)
-            self.slots.report(answered=has_answered)
-            if has_answered or self._breakers.is_down(slot_of):
-                self.slots.dissolve(slot_of)
+        if slot_of is not None and (self._breakers.is_proven(slot_of) or self._breakers.is_down(slot_of)):
+            self.slots.dissolve(slot_of)
         return outcome
 
     # -- batches -----------------------------------------------------------------------------------------------

@@ -11,71 +11,60 @@ __all__ = ["UnprovenSlots"]
 
 #: How many calls one destination that has not answered yet has under way: enough to tell that it is down.
 FOR_ONE = 3
-#: Seconds between two destinations that are tried for the first time, while such attempts fail.
-PACE = 0.1
-#: How many seconds room is kept for a destination whose messages were made due.
-KEPT_FOR = 5.0
+#: After how many seconds in which no call has ended all slots count as stuck.
+STUCK = 0.5
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lane:
+    """The messages of one destination."""
+
     members: int = 0
     used: int = 0
     waiting: deque[asyncio.Future[bool]] = field(default_factory=deque[asyncio.Future[bool]])
 
+    def next(self) -> asyncio.Future[bool] | None:
+        """Return the message that waits longest, if one waits and may have a slot."""
+        while self.waiting and self.waiting[0].done():
+            self.waiting.popleft()
+        return self.waiting.popleft() if self.waiting and self.used < FOR_ONE else None
+
 
 class UnprovenSlots:
-    """Shares a number of slots among the destinations that have not answered yet."""
+    """Shares a number of slots among the destinations that have not answered yet.
+
+    Calls that fail at once free their slots at once, so that thousands of destinations are tried in a moment. Calls
+    that hang keep theirs: then no more messages are let in, and those of further destinations are parked.
+    """
 
     def __init__(self, slots: int, members: int) -> None:
-        """Set up ``slots`` calls at the same time, with at most about ``members`` messages that wait for one."""
+        """Set up ``slots`` calls at the same time, with at most ``members`` messages that have or wait for one."""
         self._slots = max(slots, 1)
         self._max_members = members
         self._lanes: dict[str, _Lane] = {}
+        #: A lane for each message that waits.
+        self._queue: deque[_Lane] = deque()
+        self._is_newest_turn = False
         self._used = 0
         self._members = 0
-        self._pace = 0.0
-        self._next = 0.0
-        #: Destinations that have been invited, and until when room is kept for them.
-        self._invited: dict[str, float] = {}
+        self._ended_at = 0.0
 
     @property
     def has_room(self) -> bool:
         """Whether another destination may come in now."""
-        now = time.monotonic()
-        for name in [name for name, until in self._invited.items() if until < now]:
-            del self._invited[name]
-        return self._has_slot() and self._members < self._max_members and now >= self._next
-
-    def _has_slot(self) -> bool:
-        """Tell whether a slot is neither used nor kept for a destination that has none yet."""
-        kept = sum(not lane.used for lane in self._lanes.values()) + len(self._invited)
-        return self._used + kept < self._slots
-
-    def invite(self, destination: str) -> None:
-        """Keep room for a destination whose messages are about to come."""
-        now = time.monotonic()
-        self._next = now + self._pace
-        self._invited[destination] = now + KEPT_FOR
+        is_stuck = self._used >= self._slots and time.monotonic() - self._ended_at > STUCK
+        return self._members < self._max_members and not is_stuck
 
     def join(self, destination: str) -> bool:
-        """Have another message of a destination wait for a slot; False if there is no room for it."""
-        if destination not in self._lanes and self._invited.pop(destination, None) is None:
-            if not self.has_room:
-                return False
-            self._next = time.monotonic() + self._pace
-        elif self._members >= self._max_members:
+        """Let another message of a destination wait for a slot; return False if there is no room for it."""
+        if not self.has_room:
             return False
         self._lanes.setdefault(destination, _Lane()).members += 1
         self._members += 1
         return True
 
-    def report(self, *, answered: bool) -> None:
-        """Take note of how a first attempt ended: while they fail, the next ones follow more slowly."""
-        self._pace = 0.0 if answered else PACE
-
     def leave(self, destination: str) -> None:
-        """Have one message less."""
+        """Count one message less."""
         lane = self._lanes[destination]
         lane.members -= 1
         self._members -= 1
@@ -83,14 +72,14 @@ class UnprovenSlots:
             del self._lanes[destination]
 
     async def acquire(self, destination: str) -> bool:
-        """Wait for a slot, or until the destination needs none any more; tell whether a slot was taken."""
+        """Wait for a slot, or until the destination needs none any more; return whether a slot was taken."""
         lane = self._lanes[destination]
-        if not lane.used or (lane.used < FOR_ONE and self._has_slot()):
-            lane.used += 1
-            self._used += 1
+        if lane.used < FOR_ONE and self._used < self._slots and not lane.waiting:
+            self._take(lane)
             return True
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         lane.waiting.append(turn)
+        self._queue.append(lane)
         try:
             return await turn
         except asyncio.CancelledError:
@@ -98,16 +87,29 @@ class UnprovenSlots:
                 self.release(destination)
             raise
 
+    def _take(self, lane: _Lane) -> None:
+        if not self._used:
+            self._ended_at = time.monotonic()  # nothing was under way that could have been stuck
+        lane.used += 1
+        self._used += 1
+
     def release(self, destination: str) -> None:
-        """Give a slot back, to the next message of the same destination."""
-        lane = self._lanes[destination]
-        while lane.waiting:
-            turn = lane.waiting.popleft()
-            if not turn.done():
-                turn.set_result(True)
-                return
-        lane.used -= 1
+        """Give a slot back, to the next message that waits for one."""
+        self._lanes[destination].used -= 1
         self._used -= 1
+        self._ended_at = time.monotonic()
+        for _ in range(len(self._queue)):
+            if self._used >= self._slots:
+                return
+            # By turns the newest and the oldest: a new destination does not wait for all that hang, nor they for ever.
+            self._is_newest_turn = not self._is_newest_turn
+            lane = self._queue.pop() if self._is_newest_turn else self._queue.popleft()
+            turn = lane.next()
+            if turn is not None:
+                self._take(lane)
+                turn.set_result(True)
+            elif lane.waiting:
+                self._queue.appendleft(lane)  # it has as many slots as one destination may have
 
     def dissolve(self, destination: str) -> None:
         """Let go all that wait: their destination has answered, or is known to be down."""

@@ -95,21 +95,21 @@ end
 
 -- What is due, of all topics, the oldest first or the newest.
 local more = false
-local numbers = redis.call('HVALS', topics)
-if #chosen < limit and #numbers > 0 and not (suspect and is_suspects_turn) then
+if #chosen < limit and not (suspect and is_suspects_turn) then
   local found = {}
   local room = limit - #chosen
   local size = tenant == '' and room or math.max(room, PAGE)
-  size = math.max(1, math.min(size, math.ceil(SCANNED / #numbers)))
   for _, key in ipairs(skips_dead and { due, held } or { due }) do
+    local numbers = topics_with_heads(key)
+    size = math.max(1, math.min(size, math.ceil(SCANNED / math.max(#numbers, 1))))
     for _, topic in ipairs(numbers) do
-      local members = heads(key, tonumber(topic), size)
+      local members = heads(key, topic, size + 1)
       for _, member in ipairs(members) do
         found[#found + 1] = { member:sub(3), member, key }
       end
-      if #members == size then
+      if #members > size then
         -- What comes after the last that was looked at is not known, and may come before what others have.
-        local last = members[size]:sub(3)
+        local last = members[#members]:sub(3)
         more = more and is_before(more, last) and more or last
       end
     end

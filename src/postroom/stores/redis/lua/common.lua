@@ -75,11 +75,6 @@ local function flush()
   end
 end
 
--- Where a head stands among those of its topic.
-local function by_due(id, state)
-  return struct.pack('>I2I8I8', state[TOPIC], state[DUE], state[SEQ]) .. id
-end
-
 -- Where a parked message stands among those of its destination, no name of which has a zero byte.
 local function by_parked(id, state)
   return state[DESTINATION] .. '\0' .. struct.pack('>I8I8', state[DUE], state[SEQ]) .. id
@@ -90,12 +85,30 @@ local function is_parked(state)
   return state[STATUS] == PENDING and state[PARKED] == state[TOKEN]
 end
 
+-- Where a head stands among those of its topic. Parked ones stand together as if they had a topic of their own, so that
+-- claims do not look at every topic of which nothing but parked messages is left.
+local PARKED_TOPIC = 65535
+local function by_due(id, state)
+  return struct.pack('>I2I8I8', is_parked(state) and PARKED_TOPIC or state[TOPIC], state[DUE], state[SEQ]) .. id
+end
+
 -- Where a message stands among those of its key.
 local function by_seq(id, state)
   return state[LANE] .. struct.pack('>I8', state[SEQ]) .. id
 end
 
 local LAST = string.rep('\255', 24)
+
+-- The topics that have heads in a key, by stepping from each to the next: most topics of a namespace may have none.
+local function topics_with_heads(key)
+  local found, from = {}, '-'
+  while true do
+    local member = redis.call('ZRANGEBYLEX', key, from, '+', 'LIMIT', 0, 1)[1]
+    if not member then return found end
+    found[#found + 1] = struct.unpack('>I2', member)
+    from = '(' .. member:sub(1, 2) .. LAST
+  end
+end
 
 -- The first of a lane that waits or is out.
 local function head(lane)

@@ -4,9 +4,7 @@
 local LOOKED_AT = 1000
 local out, delivered, buried = redis.call('ZCARD', leased), redis.call('ZCARD', done), redis.call('ZCARD', dead)
 local oldest
-local names = redis.call('HGETALL', topics)
-for number = 2, #names, 2 do
-  local topic = tonumber(names[number])
+for _, topic in ipairs(topics_with_heads(due)) do
   local to = '(' .. struct.pack('>I2I8', topic, now + 1)
   local member = redis.call('ZRANGEBYLEX', due, '[' .. struct.pack('>I2', topic), to, 'LIMIT', 0, 1)[1]
   local at = member and struct.unpack('>I8', member, 3)
