@@ -31,7 +31,7 @@ class BoundedHarness(AsyncpgHarness):
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every claim read the open writers, and run a survey as soon as they have ended."""
-    for name, value in {"SLOW": -1.0, "SLOW_CLAIMS": 1, "PAGES": -1000, "PAUSE": 0.0, "SHARE": 0}.items():
+    for name, value in {"SLOW": -1.0, "SLOW_CLAIMS": 1, "PAGES": -1000, "PAUSE": 0.0, "DOUBT": 0.0, "SHARE": 0}.items():
         monkeypatch.setattr(postgres_bounds, name, value)
 
 

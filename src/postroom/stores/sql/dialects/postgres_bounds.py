@@ -25,13 +25,14 @@ __all__ = ["MARK", "Bounded", "Bounds", "Floor", "Writers"]
 #: Number of message columns in a claimed row; the columns about the claim itself follow.
 MARK: Final = 13
 #: Seconds above which a claim counts as slow: a base, and an allowance for each claimed message.
-SLOW, SLOW_EACH = 0.01, 0.0001
+SLOW, SLOW_EACH = 0.02, 0.0001
 #: Consecutive slow claims after which the scan for due messages is measured; a busy machine makes claims slow as well.
 SLOW_CLAIMS: Final = 3
 #: Pages that scan may read beyond one for each row; more switch the bounds on, and a quarter of it off.
 PAGES: Final = 2000
-#: Seconds between two reads of pg_locks.
+#: Seconds between two reads of pg_locks, and between two such measurements as long as they find nothing.
 PAUSE: Final = 1.0
+DOUBT: Final = 10.0
 #: Seconds of overlap between a scan and the one before, for rows that became visible shortly after their due time.
 MARGIN: Final = 1.0
 #: A survey scans all dead entries, so it is limited to 1/SHARE of the time.
@@ -208,7 +209,7 @@ class Bounded(Dialect):
     def _update(self, bounds: Bounds, params: Mapping[str, Any], terms: ClaimTerms) -> Script[None]:
         """Bring the bounds up to date if the time has come."""
         if bounds.is_in_doubt:
-            bounds.next_look = bounds.clock() + PAUSE
+            bounds.next_look = bounds.clock() + DOUBT
             yield from self._measure(bounds, params)
             if bounds.is_active:
                 bounds.next_look = 0.0
