@@ -31,6 +31,7 @@ from postroom.cli.options import Duration, show_duration
 from postroom.cli.status import show_count
 from postroom.errors import StoreUnavailableError
 from postroom.stores import SQLiteStore
+from postroom.testing.pgbouncer import PgBouncer
 from tests.rooms import SQLiteRoom, earlier
 
 from .worlds import DATABASES, SQL_SERVERS
@@ -523,3 +524,22 @@ def test_main_takes_arguments_and_exits(capsys: pytest.CaptureFixture[str]) -> N
 
     assert ended.value.code == 0
     assert "Usage: postroom" in capsys.readouterr().out
+
+
+# -- poolers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pooler_is_named_on_the_command_line_or_in_the_environment(
+    private_pgbouncer: PgBouncer, postgres_dsn: str
+) -> None:
+    """S2-49: without it, one line says which option is missing."""
+    url = private_pgbouncer.through(postgres_dsn)
+    refused = call("schema", "apply", "--store", url)
+    applied = call("schema", "apply", "--store", url, "--pooler", "transaction")
+    status = call("status", "--store", url, env={"POSTROOM_POOLER": "transaction"})
+    elsewhere = call("status", "--store", "mysql://localhost/shop", "--pooler", "transaction")
+
+    assert (refused.exit_code, applied.exit_code, status.exit_code, elsewhere.exit_code) == (2, 0, 0, 2)
+    assert "PostgreSQL only" in elsewhere.stderr
+    assert "--pooler transaction" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

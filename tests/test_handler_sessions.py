@@ -14,6 +14,7 @@ import pytest
 
 from postroom import Consumer, Message, Router, transactional
 from postroom.brokers import MemoryBroker
+from postroom.errors import StoreTimeoutError
 from postroom.middleware import Middleware, TransactionMiddleware
 from postroom.stores import MySQLStore, PostgresStore
 from postroom.testing.clients import PostgresClient
@@ -183,6 +184,30 @@ async def test_a_session_that_a_handler_was_given_keeps_nothing_of_its_transacti
         after = await fetch(connection, show)
 
     assert (inside, after) == ([("2min",)], [("0",)])
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+async def test_a_message_that_another_consumer_has_waits_as_long_as_a_call_of_the_store(
+    driver: Driver, postgres_dsn: str
+) -> None:
+    """G13, S1-21: nothing of the handler has begun by then, so it costs no attempt."""
+    content = Message(topic="orders", type="order.placed", payload=b"{}", attempt=1)
+
+    async def never(_: Message) -> list[Message]:
+        pytest.fail("the handler was called")
+
+    async with (
+        opened(postgres_dsn, driver) as holder,
+        opened(postgres_dsn, driver, timeout=timedelta(seconds=1)) as store,
+    ):
+        stack = transactional(store, consumer="stock")
+        async with holder.transactions().begin() as transaction:
+            await holder.inbox("stock").admit(transaction, content)
+            with pytest.raises(StoreTimeoutError, match="no transaction began within 1 s") as caught:
+                await stack(content, never)
+        assert await stack(content, never) == ()
+
+    assert caught.value.is_outage
 
 
 async def test_a_handler_on_mariadb_has_the_isolation_of_its_server(mariadb_dsn: str) -> None:

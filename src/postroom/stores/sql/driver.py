@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
-from ...deadline import is_waiting
+from ...deadline import Limit, is_waiting
 from ...errors import PostroomError, StoreError, StoreTimeoutError, StoreUnavailableError
 from ...text import without_rows
 from .errors import ADVICE
@@ -295,7 +295,8 @@ class _OwnTransactions(SQLTransactions):
     """Opens transactions on connections of a driver."""
 
     def __init__(self, driver: NetworkDriver[Any], timeout: timedelta) -> None:
-        super().__init__(lambda: driver.link(_Lent(driver, timeout)))
+        limit = Limit(timeout)
+        super().__init__(lambda: driver.link(_Lent(driver, timeout, limit)))
         self._driver = driver
 
     def limit_to(self, timeout: timedelta | None) -> None:
@@ -306,10 +307,10 @@ class _OwnTransactions(SQLTransactions):
 class _Lent(Source):
     """Where the connections of one transaction come from."""
 
-    def __init__(self, driver: NetworkDriver[Any], timeout: timedelta) -> None:
+    def __init__(self, driver: NetworkDriver[Any], timeout: timedelta, limit: Limit | None = None) -> None:
         self._driver = driver
         self._timeout = timeout
-        self.patience: timedelta | None = timeout
+        self.limit: Limit | None = limit
         self._closings = 0
 
     async def take(self) -> Any:  # noqa: ANN401 -- whatever the driver's are

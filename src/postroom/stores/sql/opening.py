@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
 from uuid import UUID
 
 from ...transaction import Opening
@@ -9,6 +11,9 @@ from .dialect import Dialect
 from .writer import explain, inbox_dialect
 
 __all__ = ["admission", "explain_admission"]
+
+#: Means the same between quotes whatever the server is set to.
+_WORD: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 
 
 def admission(opening: Opening) -> str:
@@ -26,7 +31,7 @@ def _dialect(opening: Opening) -> Dialect:
 
 
 def _spelled(value: object) -> str:
-    """Write a value so that whatever is in it stays a value: in hexadecimal digits."""
-    if isinstance(value, UUID):
+    """Write a value so that whatever is in it stays a value: in hexadecimal digits, unless it is a plain word."""
+    if isinstance(value, UUID) or _WORD.fullmatch(str(value)):
         return f"'{value}'"
     return f"convert_from(decode('{str(value).encode().hex()}', 'hex'), 'UTF8')"

@@ -48,8 +48,7 @@ class PostgresDriver(NetworkDriver[C]):
         self._handler_timeout: timedelta | None = timedelta(0)
         #: Whether a pooler stands in between, and was found to keep a session for each client.
         self._has_sessions = False
-        if pooler is not None:
-            self.begin: str = begin_call(self._settings)
+        self.begin: str = "BEGIN" if pooler is None else begin_call(self._settings)
 
     @abstractmethod
     async def dial(self, *, prepares: bool) -> C:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from abc import ABC, abstractmethod
-from datetime import timedelta
 from typing import Final
 
+from ....deadline import Limit, Within
 from ....errors import CommitUnknownError, StoreTimeoutError, TransactionAbortedError
 from ..opening import admission, explain_admission
 from .block import Foreign, Link, require_open
@@ -38,7 +37,7 @@ class Source(ABC):
     """Where connections come from and go to."""
 
     #: How long a transaction may take to begin on a connection; None if the caller decides.
-    patience: timedelta | None = None
+    limit: Limit | None = None
 
     @abstractmethod
     async def take(self) -> Foreign:
@@ -157,21 +156,21 @@ class _FromSource(Link):
 
     async def begin(self) -> None:
         self.connection = await self._source.take()
-        patience = self._source.patience
-        if patience is None:
+        limit = self._source.limit
+        if limit is None:
             await self._start()
             return
-        deadline = asyncio.timeout(patience.total_seconds())
+        work = Within(limit)
         try:
-            async with deadline:
-                await self._start()
-        except TimeoutError:
-            if not deadline.expired():
+            await self._start()
+        except BaseException as error:
+            if work.end(error) is error:
                 raise
             raise StoreTimeoutError(
-                f"no transaction began within {patience.total_seconds():g} s: the database does not answer, or another "
+                f"no transaction began within {limit.seconds:g} s: the database does not answer, or another "
                 "transaction has marked the same message and is still open"
             ) from None
+        work.end()
 
     @abstractmethod
     async def _start(self) -> None:
