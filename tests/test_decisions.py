@@ -668,7 +668,7 @@ async def test_an_outbox_of_the_second_version_gets_tickets_from_the_command_lin
 
     assert (before.returncode, applied.returncode, after.returncode) == (1, 0, 0)
     assert "version is 2, should be 3" in before.stdout
-    assert "postroom_outbox_tickets" in applied.stdout
+    assert "from version 2 to 3.1" in applied.stdout
     assert inside(decisions.schedule, "t", PAST) == Scheduled()
     assert isinstance(inside(decisions.decide, "t", PAST, {}, topic=EXPIRED), Enqueued)
     rows = room.run("SELECT id, topic FROM postroom_outbox ORDER BY seq")

@@ -56,6 +56,10 @@ SENTENCES = [
     ),
     (events.StoreRecovered("claim"), "store call 'claim' succeeds again"),
     (
+        events.ClockJumpedBack(SECONDS),
+        "the store's clock was put back by 4.0 s; messages that were due wait until it has caught up",
+    ),
+    (
         events.LoopStalled(SECONDS),
         "event loop was blocked for 4.0 s, so leases may have expired; move blocking calls to a thread",
     ),

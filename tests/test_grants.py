@@ -194,7 +194,7 @@ async def test_a_producer_that_may_only_insert_adds_messages_without_dedupe_keys
         await outbox.add(connection, [{"order_id": 2}, {"order_id": 3}], topic="orders", type="order.placed")
         await outbox.add(connection, message(4, dedupe_key="a"))
     for refused in ([message(5, dedupe_key="a")], [message(6), message(7)]):
-        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+        with pytest.raises(StorePermissionError):
             async with site.transaction("producer") as connection:
                 await outbox.add(connection, refused)
 

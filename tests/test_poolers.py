@@ -95,7 +95,8 @@ async def session_states(dsn: str, sessions: int) -> dict[int, dict[str, str]]:
                 await psycopg.AsyncConnection.connect(dsn, prepare_threshold=None)
             )
             answers = await (await connection.execute("SHOW ALL")).fetchall()
-            state = {name: value for name, value, _ in answers}
+            # Those of a language are there from when a session first runs a function in it.
+            state = {name: value for name, value, _ in answers if not name.startswith("plpgsql.")}
             for what, text in {
                 "prepared": "SELECT string_agg(statement, ';') FROM pg_prepared_statements",
                 "listening": "SELECT string_agg(name, ';') FROM pg_listening_channels() AS name",

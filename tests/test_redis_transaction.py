@@ -668,15 +668,15 @@ async def test_an_outbox_whose_keys_are_something_else_keeps_everything_from_bei
 async def test_an_outbox_that_refuses_a_topic_keeps_everything_from_being_applied_if_nothing_was_before(
     shop: Shop,
 ) -> None:
-    """S0-30: 65,535 topics are the limit of a namespace, which is known before anything is added."""
+    """S0-30: 65,536 topics are the limit of a namespace, which is known before anything is added."""
     topics = f"postroom_outbox:{{{shop.tag}}}:topics"
     for start in range(0, 65_536, 8_192):
         await shop.client.hset(topics, mapping={f"topic-{n}": n for n in range(start, start + 8_192)})
 
-    with pytest.raises(CommitRefusedError, match="65,535 topics"):
+    with pytest.raises(CommitRefusedError, match="65,536 topics"):
         async with shop.transactions.begin() as transaction:
             await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="one more")
-    with pytest.raises(PartlyAppliedError, match=r"1 of 2 applied: .*65,535 topics"):
+    with pytest.raises(PartlyAppliedError, match=r"1 of 2 applied: .*65,536 topics"):
         async with shop.transactions.begin() as transaction:
             await transaction.connection.sadd(shop.key("orders"), "42")
             await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="one more")

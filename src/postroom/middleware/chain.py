@@ -44,9 +44,8 @@ def _around(middleware: Middleware, call_next: Next) -> Next:
     return lambda message: middleware(message, call_next)
 
 
-def limit_transactions(middlewares: Sequence[Middleware], seconds: float | None) -> None:
+def limit_transactions(middlewares: Sequence[Middleware], timeout: timedelta | None) -> None:
     """Tell middlewares that open transactions how long a handler has; None for no limit."""
-    timeout = None if seconds is None else timedelta(seconds=seconds)
     for middleware in middlewares:
         limit: Callable[[timedelta | None], None] | None = getattr(middleware, "limit_to", None)
         if limit is not None:

@@ -136,12 +136,10 @@ class TappedStore:
             return await self._store.sweep(terms)
 
     async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
-        async with self._around("parked"):
-            return await self._store.parked(after=after, limit=limit)
+        return await self._store.parked(after=after, limit=limit)
 
     async def unpark(self, destination: str, limit: int) -> int:
-        async with self._around("unpark"):
-            return await self._store.unpark(destination, limit)
+        return await self._store.unpark(destination, limit)
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         async with self._around("purge"):

@@ -86,7 +86,8 @@ local function is_parked(state)
 end
 
 -- Where a head stands among those of its topic. Parked ones stand together as if they had a topic of their own, so that
--- claims do not look at every topic of which nothing but parked messages is left.
+-- claims do not look at every topic of which nothing but parked messages is left. A real topic may have the same number,
+-- since what stands there is looked at in its state.
 local PARKED_TOPIC = 65535
 local function by_due(id, state)
   return struct.pack('>I2I8I8', is_parked(state) and PARKED_TOPIC or state[TOPIC], state[DUE], state[SEQ]) .. id

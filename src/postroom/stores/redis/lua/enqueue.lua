@@ -19,7 +19,7 @@ for first = 2, #ARGV, SIZE do
     end
   end
 end
-if known > 65535 then return redis.error_reply('LIMIT this namespace has 65,535 topics, and takes no more') end
+if known > 65536 then return redis.error_reply('LIMIT this namespace has 65,536 topics, and takes no more') end
 
 -- Which message is there already, by its id or by its dedupe key.
 local function found(id, dedupe)
