@@ -20,7 +20,7 @@ from postroom import Consumer, Dispatcher, Message, Outbox, Router, transactiona
 from postroom.broker import Each
 from postroom.brokers import MemoryBroker
 from postroom.decisions import Decisions, Enqueued
-from postroom.errors import RejectError
+from postroom.errors import RejectError, StorePermissionError
 from postroom.retry import Backoff
 from postroom.stores import PostgresStore
 from postroom.testing.clients import PostgresClient

@@ -425,7 +425,7 @@ async def test_a_callback_that_fails_is_logged_and_the_others_are_called(
 ) -> None:
     """G12: an error after the commit must not look like a commit that failed."""
     seen: list[int] = []
-    sqlite_path.touch()
+    await asyncio.to_thread(sqlite_path.touch)
 
     with caplog.at_level(logging.ERROR, "postroom"):
         async with transactions_for(sqlite_path).begin() as transaction:

@@ -107,7 +107,6 @@ class Consumer:
         self._middlewares = middlewares
         self._acking: Acking = acking
         self._publisher = publisher
-        self._timeout = timeout
         self._limit = Limit(timeout)
         self._patience = Limit(PATIENCE)
         self._grace = shutdown_grace
@@ -166,7 +165,7 @@ class Consumer:
             check: Callable[[timedelta | None], None] | None = getattr(middleware, "check_horizon", None)
             if check is not None:
                 check(self._subscriber.redelivery_horizon)
-        limit_transactions(self._middlewares, self._timeout)
+        limit_transactions(self._middlewares, self._limit.duration)
         self._router.start()
 
     def stop_soon(self) -> None:

@@ -57,6 +57,7 @@ class Limit:
 
     def __init__(self, duration: timedelta | None) -> None:
         """Set up a limit; None for no limit."""
+        self.duration = duration
         self.seconds: float = math.inf if duration is None else duration.total_seconds()
         self.stalled: float = self.seconds + STALLED if duration is not None else STALLED_WITHOUT_TIMEOUT
         #: What is at work.
