@@ -43,10 +43,9 @@ def url(request: pytest.FixtureRequest, databases: dict[str, tuple[SqlClient, st
 
 
 def _is_repeated(case: Case, lane: str, store: str) -> bool:
-    """Return whether PostgreSQL, or messages with keys there, show what the row says of all."""
-    if store == "postgres":
-        return lane == "loose" and "keyed" in getattr(case, "lanes", ())
-    return "postgres" in case.stores
+    """Return whether PostgreSQL, or messages with keys, show what the row says of all."""
+    is_second = lane == "loose" and "keyed" in getattr(case, "lanes", ())
+    return is_second or (store != "postgres" and "postgres" in case.stores)
 
 
 def _matrix() -> Iterator[object]:
@@ -58,8 +57,8 @@ def _matrix() -> Iterator[object]:
                 )
             if store not in case.stores:
                 continue
-            # In PostgreSQL a claim brings messages with keys or without, never both.
-            lanes = case.lanes if store == "postgres" and isinstance(case, Dispatching) else ("both",)
+            # A claim of an SQL store brings messages with keys or without, never both.
+            lanes = case.lanes if isinstance(case, Dispatching) else ("both",)
             for lane in lanes:
                 make = proof if _is_repeated(case, lane, store) else pytest.param
                 yield make(case, lane, store, id=f"{store}-{lane}-{case.name}")
