@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -14,6 +15,10 @@ __all__ = ["CHECKS", "Violation", "blocked_ids", "check", "duplicates"]
 
 #: What a publisher may not have heard of when an attempt is spent: the destination was down.
 _OUTAGE: Final = frozenset({"outage", "silent"})
+#: What a destination answers that is not down.
+_ANSWERED: Final = frozenset({"delivered", "refused", "rejected"})
+#: How many nanoseconds apart the publisher and its dispatcher may see the same answer.
+_MOMENT: Final = 100_000_000
 #: More than any healthy dispatcher of this size needs.
 _VITALS: Final = {"fds": 64, "threads": 24, "tasks": 64}
 
@@ -138,11 +143,26 @@ def _misspent(evidence: Evidence) -> Iterator[Violation]:
         if row.attempts != row.token - released[row.id]:
             spent = f"{row.token} claims, {released[row.id]} of them given back, but {row.attempts} attempts"
             yield Violation("C9", spent, row.id)
-    words = {(one.id, one.token, one.worker): one.word for one in evidence.answers}
+    words = {(one.id, one.token, one.worker): one for one in evidence.answers}
+    heard = _heard(evidence)
     for settled in evidence.settled:
-        word = words.get((settled.id, settled.token, settled.worker))
-        if word in _OUTAGE and settled.outcome != "release":
+        answer = words.get((settled.id, settled.token, settled.worker))
+        if answer is None or answer.word not in _OUTAGE or settled.outcome == "release":
+            continue
+        # Which of two calls at the same moment was answered first, publisher and dispatcher may see differently.
+        times = heard.get(settled.worker, [])
+        place = bisect_left(times, answer.t - _MOMENT)
+        if answer.word == "outage" or place == len(times) or times[place] > answer.t + _MOMENT:
             yield Violation("C9", f"{settled.outcome} under token {settled.token} in an outage", settled.id)
+
+
+def _heard(evidence: Evidence) -> dict[str, list[int]]:
+    """Return when each worker heard an answer, in order."""
+    times: dict[str, list[int]] = defaultdict(list)
+    for one in evidence.answers:
+        if one.word in _ANSWERED:
+            times[one.worker].append(one.t)
+    return {worker: sorted(moments) for worker, moments in times.items()}
 
 
 def deduped(evidence: Evidence) -> Iterator[Violation]:

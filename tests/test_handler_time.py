@@ -260,6 +260,24 @@ SLOW_COMMIT = (
 )
 
 
+async def test_a_deadline_inside_a_transaction_has_ended_when_it_commits(request: pytest.FixtureRequest) -> None:
+    """The page says to put it there, so that messages that came too late are remembered as handled."""
+    async with shop_on(LITE, request) as shop:
+        desk = Desk(transactional(shop.store, consumer="stock"), DeadlineMiddleware())
+
+        @desk.router.on("order.placed")
+        async def reserve(number: int) -> None:
+            await shop.write(number)
+
+        expiry = (datetime.now(UTC) + LONG).isoformat()
+        async with desk.open():
+            await desk.broker.publish([replace(order(1), headers={"ce-expirytime": expiry})])
+            await until(lambda: desk.broker.backlog("stock") == 0, "the message is settled", within=LONG)
+
+        assert await shop.effects() == [1]
+        assert [event for event in desk.events if isinstance(event, events.HandlingFailed)] == []
+
+
 @pytest.mark.parametrize("outermost", [(), (DeadlineMiddleware(),)], ids=["timeout", "expiry"])
 async def test_a_message_whose_commit_takes_longer_than_its_time_is_handled(
     outermost: tuple[Middleware, ...], request: pytest.FixtureRequest

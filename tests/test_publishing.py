@@ -145,3 +145,27 @@ async def test_a_function_that_cannot_name_a_destination_is_reported_and_the_top
 
     assert {row.status for row in store.rows} == {"delivered"}
     assert "naming the destination" in caplog.text
+
+
+def test_a_publisher_that_ends_the_program_twice_does_not_cut_off_what_is_under_way() -> None:
+    """What is confirmed within the grace is recorded, however many calls raise."""
+    store, confirmed, arrived, both = filled(3), list[Message](), list[Message](), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        if message.id == store.rows[0].message.id:
+            await both.wait()
+            await asyncio.sleep(0.05)
+            confirmed.append(message)
+            return
+        arrived.append(message)
+        if len(arrived) == 2:
+            both.set()
+        await both.wait()
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        asyncio.run(Dispatcher(store, send, poll_interval=20 * MS).run())
+
+    delivered = [row.message.id for row in store.rows if row.status == "delivered"]
+    assert delivered == [message.id for message in confirmed]
+    assert len(delivered) == 1

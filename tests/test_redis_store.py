@@ -549,6 +549,16 @@ async def test_parked_messages_hide_nothing_of_the_others(shop: Shop) -> None:
     assert await shop.store.repair() == 0
 
 
+async def test_thousands_of_topics_that_have_one_message_each_are_claimed(shop: Shop) -> None:
+    """S2-27: a script cannot pass more than about 8,000 values to one command."""
+    for first in range(0, 9000, 500):
+        await shop.add(*(message(n, topic=f"topic {n}") for n in range(first, first + 500)))
+
+    claims = await shop.store.claim(500, ClaimTerms(worker=uuid4()))
+
+    assert [claim.message.payload for claim in claims] == [b"%d" % n for n in range(500)]
+
+
 async def test_places_of_messages_that_an_earlier_version_claimed_are_cleaned_up(shop: Shop) -> None:
     """G2: such a worker claims what was parked for an hour, and leaves its place among the parked ones."""
     await shop.add(*(message(n) for n in range(10)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from datetime import UTC, datetime, timedelta
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 
-from postroom import ClaimTerms, Delivery, Outbox, events, source
+from postroom import ClaimTerms, Delivery, Outbox, Release, Settlement, events, source
 from postroom.errors import SchemaMissingError, StoreUnavailableError
 from postroom.stores import MemoryStore, SQLiteStore
 from postroom.testing.waiting import until
@@ -52,6 +52,24 @@ async def test_a_nacked_delivery_comes_again_after_its_delay() -> None:
 
     assert attempts == [1, 2, 3]
     assert statuses(store) == ["delivered"]
+
+
+async def test_a_reader_gets_what_a_dispatcher_has_parked_and_everything_else() -> None:
+    """A reader has no destination that could be down, so nothing waits for one."""
+    store = MemoryStore()
+    add(store, 300)
+    [parked] = await store.claim(1, ClaimTerms(worker=uuid4()))
+    await store.settle([Settlement(parked, Release(destination="t"))])
+    seen: set[UUID] = set()
+
+    async with source(store, poll_interval=10 * MS) as deliveries, asyncio.timeout(60):
+        async for delivery in deliveries:
+            await delivery.ack()
+            seen.add(delivery.message.id)
+            if len(seen) == 300:
+                break
+
+    assert parked.message.id in seen
 
 
 async def test_a_rejected_delivery_is_dead() -> None:

@@ -212,7 +212,7 @@ class Breakers:
         for name in names:
             if name in self._answered and name not in self._open:
                 self.recover(name)
-            elif name not in self._open:
+            elif name not in self._open and len(self._open) < MAX_BREAKERS:  # a later walk brings the others
                 self._entry(name, None)
                 self._found.add(name)
                 self._plan(name, now)

@@ -325,7 +325,7 @@ class Consumer:
             clock.reset(timing)
             current.reset(token)
         if not delivery.is_reported:
-            self._tell(events.Handled(delivery.message.id, delivery.message.type, _since(began)))
+            self._tell(_handled(delivery.message, _since(began)))
         if self._acking == "manual" and delivery.outcome is None:
             work.end()
             return True
@@ -412,3 +412,7 @@ def _check_acking(acking: Acking, publisher: Publisher | None) -> None:
         raise ConfigurationError(f"acking={acking!r} must be one of {', '.join(get_args(Acking))}")
     if acking == "forward" and publisher is None:
         raise ConfigurationError("acking='forward' needs publisher=, which delivers what handlers return")
+
+
+def _handled(message: Message, duration: timedelta) -> events.Handled:
+    return events.Handled(message.id, message.type, duration, message.topic, message.key)

@@ -33,6 +33,8 @@ class Phase(Enum):
     WAITING = auto()
     #: Its transaction is being committed.
     COMMITTING = auto()
+    #: Its transaction is being rolled back.
+    UNDOING = auto()
 
 
 class Limit:
@@ -117,8 +119,12 @@ class Untimed:
     def commit(self) -> None:
         """Commit from now on: what is stored must not be reported as late."""
 
-    def excuse(self, timeout: asyncio.Timeout) -> None:
-        """Switch off another time limit of the message once it commits."""
+    def undo(self) -> None:
+        """Roll back from now on, for a time of its own that does not grow."""
+
+    def excuse(self, timeout: asyncio.Timeout | None) -> asyncio.Timeout | None:
+        """Switch off another time limit of the message once it commits; return the one before, to be put back."""
+        return None
 
 
 UNTIMED: Final = Untimed()
@@ -181,9 +187,14 @@ class Within(Untimed):
             self.due = self._loop.time() + seconds
             self.phase = phase
 
-    def excuse(self, timeout: asyncio.Timeout) -> None:
-        """Switch off another time limit of the message once it commits."""
-        self._excused = timeout
+    def undo(self) -> None:
+        """Roll back from now on, for a time of its own that does not grow: a lost connection may never answer."""
+        self._enter(Phase.UNDOING, COMMITTING)
+
+    def excuse(self, timeout: asyncio.Timeout | None) -> asyncio.Timeout | None:
+        """Switch off another time limit of the message once it commits; return the one before, to be put back."""
+        before, self._excused = self._excused, timeout
+        return before
 
     def move(self, limit: Limit) -> None:
         """End this piece of work in time, and begin the next, which has the time of another limit."""
@@ -251,5 +262,9 @@ def late(phase: Phase, limit: Limit) -> Exception:
             )
         case Phase.COMMITTING:
             error = CommitUnknownError()
+        case Phase.UNDOING:
+            error = StoreTimeoutError(
+                f"ROLLBACK was not answered within {COMMITTING:g} s; check the network and the store"
+            )
     error.is_outage = True
     return error

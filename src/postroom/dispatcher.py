@@ -223,7 +223,7 @@ class Dispatcher:
             services = [group.create_task(service) for service in self._services()]
             try:
                 if until_idle and self._store.features.parks:
-                    await self._prober.find()  # what waits for a destination is tried once, too
+                    await self._prober.find(self._stopping)  # what waits for a destination is tried once, too
                 await self._claim_until_stopped(until_idle=until_idle)
                 await self._wait_for_batches(self._grace)
             finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -70,13 +70,23 @@ class Prober:
             await self.find()
             await asyncio.sleep(WALK_EVERY * random.uniform(0.75, 1.0))
 
-    async def find(self) -> None:
-        """Take note of all destinations that have parked messages."""
+    async def find(self, until: asyncio.Event | None = None) -> None:
+        """Take note of all destinations that have parked messages; end early once ``until`` is set."""
         after, names = "", [""] * PAGE
         while len(names) == PAGE:
-            names = await persist("parked", partial(self._store.parked, after=after, limit=PAGE), self._tell) or []
-            self._breakers.find(name for name in names if name not in self._publishing.untried)
+            call = partial(self._store.parked, after=after, limit=PAGE)
+            names = await persist("parked", call, self._tell, until=until) or []
+            if self._publishing.releases_are_outages:
+                self._breakers.find(name for name in names if name not in self._publishing.untried)
+            else:
+                await self._unpark_all(names)
             after = names[-1] if names else ""
+
+    async def _unpark_all(self, names: Sequence[str]) -> None:
+        """Make parked messages due for a reader, which has no destination that could be down."""
+        for name in names:
+            while await self._unpark(name, self.most) == self.most:
+                pass
 
     async def _probe(self) -> bool:
         name = self._breakers.next_probe()

@@ -100,7 +100,7 @@ class Publishing:
 
     def _up(self, claims: Sequence[Claim]) -> list[Run]:
         """Return the runs whose destination is up, or is to be probed."""
-        if not self._breakers:
+        if not self._breakers or not self.releases_are_outages:
             return [Run(run) for run in runs_of(claims)]
         up: list[Run] = []
         for run in runs_of(claims):
@@ -298,8 +298,9 @@ class Publishing:
                 self.on_failure(claim.message, NO_ANSWER if answer is None else str(answer.error), 1)
 
     def _end_program(self, error: BaseException) -> None:
-        self.interruption = error
-        self.on_interruption()
+        if self.interruption is None:  # a second stop would give up what is under way
+            self.interruption = error
+            self.on_interruption()
 
     def _is_inconclusive(self, claims: Sequence[Claim], answers: Sequence[Outcome | None], began: float) -> bool:
         """Tell whether a whole batch was silent, so that any of its messages may be what it waited for."""

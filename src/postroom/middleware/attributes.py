@@ -79,15 +79,24 @@ class DeadlineMiddleware:
         if left <= 0:
             raise late
         deadline = asyncio.timeout(left)
-        clock.get().excuse(deadline)
         try:
             async with deadline:
-                outputs = await call_next(message)
+                outputs = await _excused(deadline, message, call_next)
         except TimeoutError:
             if deadline.expired():
                 raise late from None
             raise
         return [replace(output, headers={EXPIRY: text, **output.headers}) for output in outputs]
+
+
+async def _excused(deadline: asyncio.Timeout, message: Message, call_next: Next) -> Sequence[Message]:
+    """Handle a message whose deadline does not count while a transaction inside it is being committed."""
+    work = clock.get()
+    before = work.excuse(deadline)
+    try:
+        return await call_next(message)
+    finally:
+        work.excuse(before)  # a transaction around this one commits after the deadline has ended
 
 
 def _moment(text: str) -> datetime:

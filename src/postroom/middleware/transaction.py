@@ -167,7 +167,7 @@ async def _timed(work: Untimed, transaction: Transaction, message: Message, call
     try:
         outputs = await call_next(message)
     except BaseException:
-        work.wait()
+        work.undo()
         raise
     finally:
         leave(token)

@@ -44,7 +44,7 @@ class Parking(Wording):
         if not rows:
             return 0
         heads = yield self.query(self._heads_of, rows=rows)
-        rows += {row[0] for row in heads.rows if row[0] is not None and row[0] not in rows}
+        rows += {row[0] for row in heads.rows if row[0] is not None}.difference(rows)
         changed = yield self.sql(self._unpark, rows=rows, destination=name)
         return min(changed.count, limit)
 

@@ -164,7 +164,18 @@ def _is_denied(cause: BaseException | None, code: object) -> bool:
     number = cause.args[0] if cause is not None and cause.args else None
     if isinstance(number, int):  # MySQL has one SQLSTATE for many kinds of errors
         return mysql_error(number) is StorePermissionError
-    return isinstance(code, str) and postgres_error(code) is StorePermissionError
+    return isinstance(code, str) and postgres_error(code) is StorePermissionError and not _is_policy(cause)
+
+
+def _is_policy(cause: BaseException | None) -> bool:
+    """Tell whether PostgreSQL refused one row by row-level security, under the code of a missing permission.
+
+    Only the function that reports it tells the two apart in every language of the server.
+    """
+    source = getattr(cause, "server_source_function", None) or getattr(
+        getattr(cause, "diag", None), "source_function", None
+    )
+    return source == "ExecWithCheckOptions"
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

@@ -118,6 +118,10 @@ if #chosen < limit and not (suspect and is_suspects_turn) then
   local ids = {}
   for place, one in ipairs(found) do
     if more and is_before(more, one[1]) then break end
+    if place > SCANNED then -- thousands of topics may have one each
+      more = found[SCANNED][1]
+      break
+    end
     ids[place] = one[1]:sub(17)
   end
   local read_at_once = #ids > 0 and redis.call('HMGET', states, unpack(ids)) or {}

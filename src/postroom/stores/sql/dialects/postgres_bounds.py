@@ -94,6 +94,8 @@ class Bounds:
     starts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     #: Lower bounds of next_attempt_at and locked_until, in seconds since the epoch.
     due_from: float = -inf
+    #: How often `due_from` was lowered.
+    lowered: int = 0
     leased_from: float = -inf
     #: Identifies the server process; a server promoted in a failover may assign the same sequence numbers again.
     server: str = ""
@@ -111,10 +113,16 @@ class Bounds:
         """Reset to the initial values."""
         self.floor = self.writers = None
         self.confirmed, self.starts = 0, {}
-        self.due_from = self.leased_from = -inf
+        self.lower(-inf)
+        self.leased_from = -inf
         self.server = ""
         self._since, self._watched_at = {}, -inf
         self.is_active, self._slow_claims = False, 0
+
+    def lower(self, due_from: float) -> None:
+        """Make the next scan for due messages start no later; a claim under way must not raise the bound again."""
+        self.due_from = min(self.due_from, due_from)
+        self.lowered += 1
 
     @property
     def is_in_doubt(self) -> bool:
@@ -130,7 +138,7 @@ class Bounds:
                 key = (row[1], row[3])
                 heads[key] = min(row[12], heads.get(key, confirmed + 1))
         if self.floor and self.floor.release(heads):
-            self.due_from = -inf  # the followers of such a key have been due for long
+            self.lower(-inf)  # the followers of such a key have been due for long
         for key, start in heads.items():
             self.starts.pop(key, None)
             self.starts[key] = start
@@ -150,7 +158,8 @@ class Bounds:
     def watch(self, now: Mapping[str, bool], at: float) -> None:
         """Record the open writers, and lower ``due_from`` to the start of those that have ended since."""
         ended = [since for transaction, since in self._since.items() if transaction not in now]
-        self.due_from = min([self.due_from, *ended])
+        if ended:
+            self.lower(min(ended))
         self._since = {transaction: self._since.get(transaction, self._watched_at) for transaction in now}
         self._watched_at = at - MARGIN
 
@@ -177,7 +186,8 @@ class Bounded(Dialect):
     def forget_bounds(self) -> None:
         """Make the next scans for due messages and for expired leases start at the beginning."""
         for bounds in self.bounds.values():
-            bounds.due_from = bounds.leased_from = -inf
+            bounds.lower(-inf)
+            bounds.leased_from = -inf
 
     def leased(self, text: str, namespace: str) -> tuple[str, dict[str, float]]:
         """Return a statement that scans for expired leases, with a lower bound while bounds are on."""
@@ -196,13 +206,13 @@ class Bounded(Dialect):
             bounds.timed(len(seen.rows), bounds.clock() - began)
             bounds.highest = max(bounds.highest, *(row[12] or 0 for row in seen.rows))
         else:
-            due_from, server, confirmed = bounds.due_from, bounds.server, bounds.confirmed
+            lowered, server, confirmed = bounds.lowered, bounds.server, bounds.confirmed
             bounds.treat_dead_as(terms.on_dead)
             seen = yield self.query(self._claim_bounded, **params, **_bound_params(bounds))
             bounds.claimed(seen.rows, confirmed)
             if seen.rows[0][MARK + 2] != server:
                 bounds.forget()
-            elif bounds.due_from == due_from:  # otherwise it was lowered while the statement ran
+            elif bounds.lowered == lowered:  # otherwise it was lowered while the statement ran
                 bounds.due_from = seen.rows[0][MARK + 1]
         return seen.rows
 
@@ -264,7 +274,8 @@ class Bounded(Dialect):
             seq, rows = rows[EXCEPTIONS][2] - 1, rows[:EXCEPTIONS]
         exceptions = {(row[0], row[1]): (row[2], row[3]) for row in rows}
         bounds.treat_dead_as(terms.on_dead)
-        bounds.floor, bounds.due_from = Floor(seq, exceptions), -inf
+        bounds.floor = Floor(seq, exceptions)
+        bounds.lower(-inf)
 
     @cached_property
     def _claim_bounded(self) -> str:
