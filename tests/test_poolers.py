@@ -97,10 +97,11 @@ async def session_states(dsn: str, sessions: int) -> dict[int, dict[str, str]]:
             answers = await (await connection.execute("SHOW ALL")).fetchall()
             # Those of a language are there from when a session first runs a function in it.
             state = {name: value for name, value, _ in answers if not name.startswith("plpgsql.")}
+            own = "locktype = 'advisory' AND pid = pg_backend_pid()"  # other tests have theirs on the same server
             for what, text in {
                 "prepared": "SELECT string_agg(statement, ';') FROM pg_prepared_statements",
                 "listening": "SELECT string_agg(name, ';') FROM pg_listening_channels() AS name",
-                "advisory locks": "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'",
+                "advisory locks": f"SELECT count(*) FROM pg_locks WHERE {own}",
                 "temporary tables": "SELECT count(*) FROM pg_class WHERE relpersistence = 't' AND relkind = 'r'",
             }.items():
                 state[what] = str((await (await connection.execute(text)).fetchall())[0][0])

@@ -11,7 +11,7 @@ __all__ = ["UnprovenSlots"]
 
 #: How many calls one destination that has not answered yet has under way: enough to tell that it is down.
 FOR_ONE = 3
-#: After how many seconds in which no call has ended all slots count as stuck.
+#: After how many seconds in which none of the calls under way has ended they count as stuck.
 STUCK = 0.5
 
 
@@ -52,12 +52,18 @@ class UnprovenSlots:
     @property
     def has_room(self) -> bool:
         """Whether another destination may come in now."""
-        is_stuck = self._used >= self._slots and time.monotonic() - self._ended_at > STUCK
-        return self._members < self._max_members and not is_stuck
+        return self._members < self._max_members and not self._is_stuck()
+
+    def _is_stuck(self) -> bool:
+        return self._used > 0 and time.monotonic() - self._ended_at > STUCK
 
     def join(self, destination: str) -> bool:
-        """Let another message of a destination wait for a slot; return False if there is no room for it."""
-        if not self.has_room:
+        """Let another message of a destination wait for a slot; return False if there is no room for it.
+
+        A destination that is alone takes no room from others: the backlog of one topic is not parked at the start.
+        """
+        is_alone = len(self._lanes) == 1 and destination in self._lanes
+        if self._is_stuck() or (self._members >= self._max_members and not is_alone):
             return False
         self._lanes.setdefault(destination, _Lane()).members += 1
         self._members += 1
