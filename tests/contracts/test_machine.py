@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -17,8 +18,6 @@ pytestmark = pytest.mark.timeout(3600)
 
 def test_the_memory_store_agrees_with_the_model(make_memory: MakeHarness) -> None:
     """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: and the programs are no idle ones."""
-    seen = check_store(make_memory, examples=200)
-
     wanted = {
         "claimed again",
         "delivered after death",
@@ -34,6 +33,12 @@ def test_the_memory_store_agrees_with_the_model(make_memory: MakeHarness) -> Non
         "swept",
         "unparked",
     }
+    seen: Counter[str] = Counter()
+    for _ in range(10):  # chance may leave out a rare step for hundreds of programs
+        seen += check_store(make_memory, examples=200)
+        if all(seen[name] for name in wanted):
+            break
+
     assert {name for name in wanted if not seen[name]} == set()
 
 
