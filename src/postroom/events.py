@@ -115,7 +115,7 @@ class MessagesReleased(Event):
 class PublishFailed(Event):
     """A publisher raised an error, or reported that it failed; what follows from it is an event of its own.
 
-    If a publisher of batches fails as a whole, this is told once, of its first message.
+    If a publisher of batches fails as a whole, this is reported once, for its first message.
     """
 
     level = logging.WARNING

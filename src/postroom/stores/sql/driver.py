@@ -307,7 +307,7 @@ class _OwnTransactions(SQLTransactions):
 class _Lent(Source):
     """Where the connections of one transaction come from."""
 
-    def __init__(self, driver: NetworkDriver[Any], timeout: timedelta, limit: Limit | None = None) -> None:
+    def __init__(self, driver: NetworkDriver[Any], timeout: timedelta, limit: Limit | None) -> None:
         self._driver = driver
         self._timeout = timeout
         self.limit: Limit | None = limit
