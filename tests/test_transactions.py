@@ -1223,7 +1223,7 @@ def _impatient(store: Any) -> Any:  # noqa: ANN401
 
     from postroom.stores.sql.driver import _Lent  # noqa: PLC0415
 
-    return store._driver.link(_Lent(store._driver, timedelta(milliseconds=50)))  # noqa: SLF001
+    return store._driver.link(_Lent(store._driver, timedelta(milliseconds=50), None))  # noqa: SLF001
 
 
 @pytest.mark.parametrize("kind", ["postgres-store-asyncpg", "postgres-store-psycopg", "mariadb-store"])
