@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from postroom import Message
-from postroom.breakers import MAX_CREDIT, Breakers
+from postroom.breakers import INVITE_AGAIN, MAX_CREDIT, Breakers
 from postroom.destination import Naming
 
 COOLDOWN = timedelta(seconds=10)
@@ -42,8 +42,8 @@ def breakers_of(messages: list[Message]) -> Breakers:
 
 
 def probes(breakers: Breakers) -> Iterator[str]:
-    while (name := breakers.next_probe()) is not None:
-        yield name
+    while (invited := breakers.next_probe()) is not None:
+        yield invited[0]
 
 
 MESSAGES = [Message(topic="t", key=str(number), payload=b"") for number in range(500)]
@@ -86,8 +86,7 @@ def test_a_failed_probe_ends_the_hurry(clock: Clock) -> None:
     [first] = probes(breakers)
     assert breakers.admit(by_name[first]).is_probe
     breakers.answer([by_name[first]])
-    second = breakers.next_probe()
-    assert second is not None
+    second = next(iter(probes(breakers)))
     assert breakers.admit(by_name[second]).is_probe
 
     breakers.fail([by_name[second]], "down")
@@ -101,3 +100,25 @@ def test_the_hurry_is_bounded(clock: Clock) -> None:
     clock.now += COOLDOWN.total_seconds()
 
     assert len(list(probes(breakers))) <= MAX_CREDIT + 1
+
+
+def test_ever_more_messages_become_due_for_a_name_that_none_of_them_probes(clock: Clock) -> None:
+    """The messages of a renamed destination go elsewhere: one of them a second would take for ever."""
+    breakers = Breakers(Naming(), lambda _: COOLDOWN, lambda _: None)
+    breakers.find(["old"])
+
+    invited: list[tuple[str, int] | None] = []
+    for _ in range(5):
+        invited.append(breakers.next_probe())
+        clock.now += INVITE_AGAIN
+
+    assert invited == [("old", 1), ("old", 2), ("old", 4), ("old", 8), ("old", 16)]
+
+
+def test_one_message_becomes_due_for_a_destination_that_is_known_to_be_down(clock: Clock) -> None:
+    [message, *_] = MESSAGES
+    breakers = breakers_of([message])
+
+    for _ in range(5):
+        clock.now += max(COOLDOWN.total_seconds(), INVITE_AGAIN)
+        assert breakers.next_probe() == (breakers.naming.part(message), 1)

@@ -55,6 +55,8 @@ class _Entry:
     planned: float = 0.0
     #: A parked message was made due to probe it.
     is_invited: bool = False
+    #: How many times in a row none of those that were made due has probed it.
+    ignored: int = 0
     empty: int = 0
 
 
@@ -123,7 +125,7 @@ class Breakers:
         if costly and not self._take_token(now):
             return Admission(costly[0])
         for _, entry in entries:
-            entry.is_invited = False
+            entry.is_invited, entry.ignored = False, 0
             entry.breaker.start_probe(now)
         return Admission(is_probe=True) if entries else FREE
 
@@ -222,8 +224,12 @@ class Breakers:
         self.recovered[destination] = None
         self.changed.set()
 
-    def next_probe(self) -> str | None:
-        """Return a breaker for which a parked message is to be made due now; it is let through as the probe."""
+    def next_probe(self) -> tuple[str, int] | None:
+        """Return a breaker for which parked messages are to be made due now, and how many; one is the probe.
+
+        More than one, and ever more, if nothing probed a breaker that was only found in the store: its messages may
+        go elsewhere by now, since the names of destinations have changed.
+        """
         now = time.monotonic()
         while self._schedule and self._schedule[0][0] <= now:
             planned, name = heapq.heappop(self._schedule)
@@ -233,9 +239,10 @@ class Breakers:
             if entry.parent in self._open or not (entry.is_invited or entry.breaker.may_probe(now)):
                 self._plan(name, now + INVITE_AGAIN)
             elif entry.is_invited or self._take_token(now):
+                entry.ignored += entry.is_invited and name in self._found
                 entry.is_invited = True
                 self._plan(name, now + INVITE_AGAIN)
-                return name
+                return name, 2**entry.ignored
             else:
                 heapq.heappush(self._schedule, (planned, name))
                 return None

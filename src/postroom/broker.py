@@ -8,6 +8,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
+from .call_gate import CallGate
 from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
 from .message import Message
 from .store import Dead, Delivered, Outcome, Release, Retry
@@ -136,7 +137,7 @@ class Each:
         self._send = send
         self.concurrency = concurrency
         #: One for all batches, so that several of them under way do not multiply it.
-        self.gate: asyncio.Semaphore = asyncio.Semaphore(concurrency)
+        self.gate: CallGate = CallGate(concurrency)
         self._timeout = None if timeout is None else timeout.total_seconds()
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
@@ -145,8 +146,12 @@ class Each:
 
         async def deliver(run: list[int]) -> None:
             for index in run:
-                async with self.gate:
-                    outcome = outcomes[index] = (await self.send(messages[index])).answer
+                message = messages[index]
+                await self.gate.enter(message.topic)
+                try:
+                    outcome = outcomes[index] = (await self.send(message)).answer
+                finally:
+                    self.gate.leave(message.topic, is_answered=outcomes[index] is not None)
                 if not isinstance(outcome, Delivered):
                     return
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Final, Protocol, runtime_checkable
+from uuid import UUID
 
 from .message import Message
 from .store import MAX_DESTINATION
@@ -15,6 +16,8 @@ __all__ = ["NamesDestinations", "Naming"]
 #: Stands between a destination and the key of a message, or its id where it has no key.
 OF_KEY: Final = "\x1f"
 OF_MESSAGE: Final = "\x1e"
+#: Stands between the tenant of a dispatcher and a destination.
+OF_TENANT: Final = "\x1d"
 
 _logger = logging.getLogger("postroom")
 
@@ -34,11 +37,21 @@ class Naming:
     A part is what fails by itself: the messages of one key, or a single message without a key.
     """
 
-    def __init__(self, destination: Callable[[Message], str] | None = None) -> None:
+    def __init__(self, destination: Callable[[Message], str] | None = None, tenant_id: UUID | None = None) -> None:
+        """Name destinations, those of a dispatcher for one tenant apart from those of all others."""
         self._named = destination
+        self._prefix = "" if tenant_id is None else f"{tenant_id.hex}{OF_TENANT}"
 
     def destination(self, message: Message) -> str:
         """Return the destination of a message, by default its topic; a function that fails is reported."""
+        whole = self._whole(message)
+        return _shortened(self._prefix + whole) if self._prefix else whole
+
+    def is_ours(self, name: str) -> bool:
+        """Tell whether messages that wait for a name may be claimed by this dispatcher."""
+        return name.startswith(self._prefix)
+
+    def _whole(self, message: Message) -> str:
         if self._named is None:
             return message.topic if len(message.topic) <= MAX_DESTINATION else _shortened(message.topic)
         try:
@@ -58,6 +71,7 @@ class Naming:
 
 def readable(name: str) -> str:
     """Return the name of a destination or a part of one as logs show it."""
+    name = name.rpartition(OF_TENANT)[2]
     for mark, kind in ((OF_KEY, "key"), (OF_MESSAGE, "message")):
         destination, is_part, part = name.partition(mark)
         if is_part:

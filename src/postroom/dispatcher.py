@@ -91,7 +91,8 @@ class Dispatcher:
             batch: How many messages are claimed at once.
             batch_bytes: How many bytes of payload are claimed at once; a single message may be larger.
             batches_in_flight: How many batches are being published or settled at the same time.
-            concurrency: How many calls of a function that delivers one message run at the same time.
+            concurrency: How many calls of a function that delivers one message run at the same time; calls to a
+                destination that has stopped answering do not count while messages for others wait.
             poll_interval: How long to wait at the most before looking for work; at most a third of the lease.
             lease: How long a claim holds; renewed while the publish runs.
             publish_timeout: How long one publish may take; shorter than the lease.
@@ -146,7 +147,9 @@ class Dispatcher:
         self._custody = Custody(store, lease, self._tell, chunk=4 * batch)
         if destination is None and isinstance(publisher, NamesDestinations):
             destination = publisher.destination
-        self._breakers = Breakers(Naming(destination), guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell)
+        self._breakers = Breakers(
+            Naming(destination, tenant_id), guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell
+        )
         policy = Policy(
             backoff=guarded(backoff or Backoff()),
             max_attempts=max_attempts,

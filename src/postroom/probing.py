@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -76,23 +76,25 @@ class Prober:
         while len(names) == PAGE:
             call = partial(self._store.parked, after=after, limit=PAGE)
             names = await persist("parked", call, self._tell, until=until) or []
+            ours = filter(self._breakers.naming.is_ours, names)
             if self._publishing.releases_are_outages:
-                self._breakers.find(name for name in names if name not in self._publishing.untried)
+                self._breakers.find(name for name in ours if name not in self._publishing.untried)
             else:
-                await self._unpark_all(names)
+                await self._unpark_all(ours)
             after = names[-1] if names else ""
 
-    async def _unpark_all(self, names: Sequence[str]) -> None:
+    async def _unpark_all(self, names: Iterable[str]) -> None:
         """Make parked messages due for a reader, which has no destination that could be down."""
         for name in names:
             while await self._unpark(name, self.most) == self.most:
                 pass
 
     async def _probe(self) -> bool:
-        name = self._breakers.next_probe()
-        if name is None:
+        invited = self._breakers.next_probe()
+        if invited is None:
             return False
-        if not await self._unpark(name, 1):
+        name, count = invited
+        if not await self._unpark(name, min(count, self.most)):
             self._breakers.report_empty(name)
         return True
 
@@ -124,6 +126,10 @@ class Prober:
         # By turns the newest and the oldest: a new destination does not wait for all that hang, nor they for ever.
         self._is_newest_turn = not self._is_newest_turn
         name, misses = untried.popitem(last=self._is_newest_turn)
+        if self._publishing.is_hanging(name):
+            untried[name] = misses
+            untried.move_to_end(name, last=not self._is_newest_turn)
+            return False
         if not await self._unpark(name, self.most) and misses < MAX_MISSES:
             untried[name] = misses + 1
             untried.move_to_end(name, last=False)

@@ -115,13 +115,17 @@ class Publishing:
         return up
 
     def _with_slot(self, run: Run) -> Run | None:
-        """Return a run that may wait for a slot if its destination has not answered yet; park it if there are many."""
+        """Return a run, to wait for a slot if its destination has not answered yet.
+
+        Park it instead where many of those wait, or if the destination has stopped to answer and keeps others waiting.
+        """
         if run.is_probe or not self.releases_are_outages:
             return run
         destination = self._breakers.naming.destination(run.claims[0].message)
         if self._breakers.is_proven(destination):
-            return run
-        if self.slots.join(destination):
+            if not self.is_hanging(destination):
+                return run
+        elif self.slots.join(destination):
             return Run(run.claims, slot_of=destination)
         self._park(run.claims, destination)
         self.untried.setdefault(destination, 0)
@@ -189,23 +193,36 @@ class Publishing:
         slot_of = None if run.slot_of is None or self._breakers.is_proven(run.slot_of) else run.slot_of
         has_slot = slot_of is not None and await self.slots.acquire(slot_of)
         try:
-            async with each.gate:
-                blocked = None if run.is_probe else self._breakers.blocks(claim.message)
-                if blocked is not None or self.interruption is not None:
-                    waits = Release() if blocked is None else self._waiting_for(blocked)
-                    self._custody.settle([Settlement(claim, waits)])
-                    return waits
-                began = time.monotonic()
-                answer, error, _ = await each.send(claim.message)
+            sent = await self._send(each, claim, is_probe=run.is_probe)
         finally:
             if has_slot and slot_of is not None:
                 self.slots.release(slot_of)
+        if isinstance(sent, Release):
+            self._custody.settle([Settlement(claim, sent)])
+            return sent
+        began, (answer, error, _) = sent
         if answer is None and isinstance(error, PublishUnknownError) and not run.is_probe:
             return error
         [outcome] = self._conclude([claim], [answer], error, began)
-        if slot_of is not None and (self._breakers.is_proven(slot_of) or self._breakers.is_down(slot_of)):
-            self.slots.dissolve(slot_of)
         return outcome
+
+    async def _send(self, each: Each, claim: Claim, *, is_probe: bool) -> Release | tuple[float, Attempt[Outcome]]:
+        """Send a message once the gate is open; return when that began and what was answered, or why it has to wait."""
+        destination, called = self._breakers.naming.destination(claim.message), None
+        await each.gate.enter(destination)
+        try:
+            blocked = None if is_probe else self._breakers.blocks(claim.message)
+            if blocked is not None or self.interruption is not None:
+                return Release() if blocked is None else self._waiting_for(blocked)
+            began = time.monotonic()
+            called = await each.send(claim.message)
+            return began, called
+        finally:
+            each.gate.leave(destination, is_answered=called is not None and called.answer is not None)
+
+    def is_hanging(self, destination: str) -> bool:
+        """Tell whether a destination keeps others waiting with calls that hang."""
+        return isinstance(self._publisher, Each) and self._publisher.gate.is_hogged_by(destination)
 
     # -- batches -----------------------------------------------------------------------------------------------
 
@@ -336,12 +353,15 @@ class Publishing:
         if self.releases_are_outages:
             self._breakers.answer([messages[index] for index in verdict.answered])
             self._clear_suspects([messages[index] for index in verdict.answered])
-            self._recover_untried([destinations[index] for index in verdict.answered])
+            self._welcome([destinations[index] for index in verdict.answered])
             self._wait(messages, verdict.outcomes, verdict.down, error)
         return verdict.outcomes
 
-    def _recover_untried(self, destinations: Sequence[str]) -> None:
-        """Have messages taken out again that were parked before their destination had answered."""
+    def _welcome(self, destinations: Sequence[str]) -> None:
+        """Let messages go on that waited for an answer of their destination, here or in the store."""
+        if self.slots:
+            for destination in destinations:
+                self.slots.dissolve(destination)
         if self.untried:
             for destination in destinations:
                 if self.untried.pop(destination, None) is not None:
@@ -364,6 +384,8 @@ class Publishing:
             return
         why = UNREACHABLE if error is None else describe(error)
         names = self._breakers.fail([messages[index] for index in down], why)
+        for name in names:
+            self.slots.dissolve(name)
         for index, name in zip(down, names, strict=True):
             if outcomes[index] == Release():
                 outcomes[index] = self._waiting_for(name)

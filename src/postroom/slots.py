@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-__all__ = ["UnprovenSlots"]
+__all__ = ["STUCK", "UnprovenSlots"]
 
 #: How many calls one destination that has not answered yet has under way: enough to tell that it is down.
 FOR_ONE = 3
@@ -48,6 +48,10 @@ class UnprovenSlots:
         self._used = 0
         self._members = 0
         self._ended_at = 0.0
+
+    def __bool__(self) -> bool:
+        """Tell whether any message has or waits for a slot."""
+        return bool(self._lanes)
 
     @property
     def has_room(self) -> bool:

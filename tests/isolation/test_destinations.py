@@ -461,3 +461,54 @@ async def test_silence_is_judged_by_what_other_calls_heard_meanwhile() -> None:
         await until(lambda: bool(office.of(ev.Retried)), "the failure being reported", within=LONG)
 
     assert office.store.rows[0].message.attempt == 1
+
+
+async def test_destinations_that_answered_and_then_hang_leave_room_for_others() -> None:
+    """More of them than calls may run at once: the healthy messages do not wait until they are given up."""
+    office, hanging = Office(), asyncio.Event()
+    publisher = office.function(taken, lambda message: hanging.is_set() and message.topic != "healthy")
+    async with office.running(
+        publisher, concurrency=20, lease=7200 * SECOND, publish_timeout=3600 * SECOND, shutdown_grace=MS
+    ):
+        office.add(topic="healthy")
+        for number in range(59):
+            office.add(topic=f"t {number}")
+        await office.until_delivered(60)
+        hanging.set()
+        for number in range(59):
+            office.add(5, topic=f"t {number}")
+        await until(lambda: len(office.sent) >= 80, "the first calls hanging", within=LONG)
+        office.add(50, topic="healthy")
+        await office.until_delivered(110)
+
+    assert max(Counter(message.topic for message in office.sent if message.topic != "healthy").values()) <= 1 + 5
+
+
+async def test_parked_messages_of_a_destination_that_was_renamed_are_sent() -> None:
+    office, worker = Office(), uuid4()
+    office.add(40)
+    claims = await office.store.claim(40, ClaimTerms(worker=worker))
+    await office.store.settle([Settlement(claim, Release(destination="old name")) for claim in claims])
+
+    dispatcher = Dispatcher(office.store, office.function(taken, nothing), destination=lambda _: "new name")
+    await asyncio.wait_for(dispatcher.run(until_idle=True), LONG.total_seconds())
+
+    assert office.statuses() == ["delivered"] * 40
+
+
+async def test_dispatchers_of_two_tenants_leave_each_others_parked_messages_alone() -> None:
+    """One of them knows that the destination is down for its tenant; the other could not claim what it made due."""
+    office, tenants = Office(), (uuid4(), uuid4())
+    down = office.function(refuses(lambda _: True), nothing)
+    with office.store.transaction() as transaction:
+        Outbox().add(transaction, [b"{}"] * 10, topic="t", tenant_id=tenants[0])
+    async with office.running(down, tenant_id=tenants[0]):
+        await until(lambda: all(row.destination for row in office.store.rows), "all being parked", within=LONG)
+    parked = {row.message.id: row.destination for row in office.store.rows}
+
+    other = Dispatcher(office.store, office.function(taken, nothing), tenant_id=tenants[1])
+    await asyncio.wait_for(other.run(until_idle=True), LONG.total_seconds())
+    assert {row.message.id: row.destination for row in office.store.rows} == parked
+
+    async with office.running(office.function(taken, nothing), tenant_id=tenants[0], outage_backoff=QUICK):
+        await office.until_delivered(10)

@@ -1,0 +1,122 @@
+"""How many calls of a publisher run at once, without those of a destination that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from .slots import STUCK
+
+__all__ = ["CallGate"]
+
+#: How many calls that hang may run beside those that are allowed to run at once.
+MAX_HANGING = 1000
+#: Seconds between two looks for calls that hang, while others wait.
+LOOK_EVERY = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Calls:
+    """The calls of one destination that are under way."""
+
+    #: When the first of them began, or the last of them was answered.
+    since: float
+    count: int = 0
+    #: How many of them count against the limit of the gate.
+    permits: int = 0
+
+    @property
+    def are_hanging(self) -> bool:
+        return time.monotonic() - self.since > STUCK
+
+
+class CallGate:
+    """Lets ``size`` calls run at once.
+
+    While calls to one destination hang, those to others that wait take their places: a destination that hangs uses up
+    the gate only for a moment, and never has more than ``size`` calls under way itself.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._hanging = 0
+        self._calls: dict[str, _Calls] = {}
+        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def is_hogged_by(self, destination: str) -> bool:
+        """Tell whether the gate is full, and a destination keeps others waiting with calls that hang."""
+        calls = self._calls.get(destination)
+        return calls is not None and not self._free and len(self._calls) > 1 and calls.are_hanging
+
+    async def enter(self, destination: str) -> None:
+        """Wait until another call may begin; end it with `leave`."""
+        if self._free and not self._waiting:
+            self._free -= 1
+            self._begin(destination)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((destination, turn))
+        self._watch()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave(destination, is_answered=False)
+            raise
+
+    def leave(self, destination: str, *, is_answered: bool) -> None:
+        """End a call, and let the next one begin."""
+        calls = self._calls[destination]
+        calls.count -= 1
+        if is_answered:
+            calls.since = time.monotonic()
+        if calls.permits > calls.count:
+            calls.permits -= 1
+            self._hand_on()
+        else:
+            self._hanging -= 1
+        if not calls.count:
+            del self._calls[destination]
+
+    def _begin(self, destination: str) -> None:
+        calls = self._calls.get(destination)
+        if calls is None:
+            calls = self._calls[destination] = _Calls(time.monotonic())
+        calls.count += 1
+        calls.permits += 1
+
+    def _hand_on(self) -> None:
+        while self._waiting:
+            destination, turn = self._waiting.popleft()
+            if not turn.done():
+                self._begin(destination)
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _watch(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self._make_room)
+
+    def _make_room(self) -> None:
+        """Give the places of calls that hang to calls that wait for other destinations."""
+        self._timer = None
+        hanging = {name for name, calls in self._calls.items() if calls.are_hanging}
+        places = [calls for name in hanging for calls in [self._calls[name]] * self._calls[name].permits]
+        still: deque[tuple[str, asyncio.Future[None]]] = deque()
+        for destination, turn in self._waiting:
+            if turn.done():
+                continue
+            if destination in hanging or not places or self._hanging >= MAX_HANGING:
+                still.append((destination, turn))
+                continue
+            places.pop().permits -= 1
+            self._hanging += 1
+            self._begin(destination)
+            turn.set_result(None)
+        self._waiting = still
+        if still:
+            self._watch()
