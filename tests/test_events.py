@@ -97,6 +97,18 @@ SENTENCES = [
         events.PartlyApplied("mark:1", "no"),
         "transaction mark:1 was applied in part and its message is in quarantine: no",
     ),
+    (
+        events.NamingFailed(ID, "orders", "KeyError: 'tenant'", "42"),
+        f"naming the destination failed, so the topic is used: {M} topic=orders key=42: KeyError: 'tenant'",
+    ),
+    (
+        events.BackoffFailed("KeyError: 11"),
+        "the backoff function failed, so the default backoff is used: KeyError: 11",
+    ),
+    (
+        events.WakeUpFailed("OSError: gone"),
+        "the wake-up after a commit failed; polling will find the messages: OSError: gone",
+    ),
     (events.ListenerFailed("Claimed", "KeyError: 'x'"), "a listener failed on Claimed: KeyError: 'x'"),
 ]
 
