@@ -27,6 +27,7 @@ from postroom.brokers.lines import encode_line
 from postroom.destination import Naming
 from postroom.errors import BrokerUnavailableError, RejectError, StoreError
 from postroom.events import log_event
+from postroom.middleware import RetryMiddleware
 from postroom.retry import guarded
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
 from postroom.stores.sql.transactions.wakeups import hint
@@ -337,6 +338,36 @@ async def test_listeners_are_told_of_functions_that_fail() -> None:
     await dispatcher.run(until_idle=True)
 
     assert {events.NamingFailed, events.BackoffFailed} <= {type(event) for event in heard}
+
+
+async def test_the_listener_of_a_consumer_is_told_of_a_retry_middleware_whose_backoff_fails(plain: Plain) -> None:
+    """The middleware has no listener of its own, and the log would be the wrong place if the consumer has another."""
+    heard: list[events.Event] = []
+    router, broker, calls = Router(), MemoryBroker(), 0
+
+    @router.on("order.placed")
+    async def reserve(order: dict[str, int]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ValueError("not yet")
+        consumer.stop_soon()
+
+    subscriber = broker.subscribe("orders", group="stock")
+    consumer = Consumer(subscriber, router, RetryMiddleware(2, backoff=forging), listener=heard.append)
+    await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+    await consumer.run()
+
+    assert [type(event) for event in heard].count(events.BackoffFailed) == 1
+    assert plain.text == ""
+
+
+def test_a_filter_of_the_log_that_fails_does_not_undo_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wake-up comes after the commit: an error would look like a commit that failed."""
+    log_event.flush()
+    monkeypatch.setattr(logging.getLogger("postroom"), "filters", [forging])
+
+    hint(lambda: forging(None))
 
 
 # -- what a terminal is sent -------------------------------------------------------------------------------------------
