@@ -122,3 +122,18 @@ def test_one_message_becomes_due_for_a_destination_that_is_known_to_be_down(cloc
     for _ in range(5):
         clock.now += max(COOLDOWN.total_seconds(), INVITE_AGAIN)
         assert breakers.next_probe() == (breakers.naming.part(message), 1)
+
+
+def test_what_is_found_beyond_the_limit_is_left_to_a_later_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To forget a breaker for each one that is found would mean that none of them is ever probed."""
+    monkeypatch.setattr("postroom.breakers.MAX_BREAKERS", 2)
+    breakers = breakers_of([])
+
+    breakers.find(["a", "b", "c"])
+    first = [name for name in "abc" if breakers.is_down(name)]
+    breakers.answer([Message(topic="a", payload=b"")])
+    breakers.find(["b", "c"])
+
+    assert first == ["a", "b"]
+    assert [name for name in "abc" if breakers.is_down(name)] == ["b", "c"]
+    assert breakers.is_searching

@@ -1044,11 +1044,40 @@ async def test_listeners_and_backoffs_that_fail_do_not_stop_delivery(caplog: pyt
             raise ValueError("not yet")
 
     bench.add()
-    async with bench.running(send, listener=broken, backoff=broken):
+    async with bench.running(send, listener=broken):
         await bench.until_status("delivered")
+    bench.add()
+    async with bench.running(send, listener=ev.log_event, backoff=broken):
+        await bench.until_status("delivered", "delivered")
 
     assert "a listener failed" in caplog.text
     assert "the backoff function failed" in caplog.text
+
+
+class Deaf(MemoryStore):
+    """A store that cannot be asked for what is parked."""
+
+    asked = 0
+
+    async def parked(self, *, after: str = "", limit: int = 100) -> list[str]:
+        self.asked += 1
+        raise StoreUnavailableError("the server is down")
+
+
+async def test_a_run_that_waits_for_the_store_before_its_first_claim_can_be_stopped() -> None:
+    """A run until all is idle asks for parked messages first; while the store is down nothing else would end it."""
+    store = Deaf()
+    bench = Bench(store)
+    dispatcher = bench.dispatcher(MemoryBroker())
+    running = asyncio.create_task(dispatcher.run(until_idle=True))
+    # Once by the service that looks for them now and then, which is cancelled in any case, and once by the run.
+    await until(lambda: store.asked >= 2, "both asking for parked messages")
+
+    async with asyncio.timeout(30):
+        await dispatcher.stop()
+        await running
+
+    assert {event.operation for event in bench.told(ev.StoreFailed) if isinstance(event, ev.StoreFailed)} == {"parked"}
 
 
 async def test_cancelling_during_a_claim_gives_back_what_it_took() -> None:

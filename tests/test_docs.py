@@ -10,8 +10,9 @@ import inspect
 import logging
 import pkgutil
 import re
+import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,13 @@ import sqlalchemy
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 import postroom
-from postroom import Consumer, Message, Router, transactional
+from postroom import Consumer, Message, Outbox, Router, transactional
 from postroom.brokers import MemoryBroker
 from postroom.decisions import Enqueued
 from postroom.errors import CommitUnknownError, RejectError
 from postroom.middleware import Next
-from postroom.store import ClaimTerms
-from postroom.stores import PostgresStore
+from postroom.store import ClaimTerms, Release, Settlement
+from postroom.stores import PostgresStore, SQLiteStore, open_url
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.waiting import until
 
@@ -380,3 +381,62 @@ async def test_the_page_about_redis_is_true(valkey_url: str) -> None:
     assert await client.hgetall("{shop}:stock") == {b"apple": b"-1"}
     await names["store"].close()
     await client.aclose()
+
+
+async def with_parked_sqlite(request: pytest.FixtureRequest) -> str:
+    path: Path = request.getfixturevalue("sqlite_path")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        SQLiteStore.create_tables(connection)
+        Outbox(namespace="shop").add(connection, ORDERS)
+    return f"sqlite:///{path}"
+
+
+async def with_parked_postgres(request: pytest.FixtureRequest) -> str:
+    dsn: str = request.getfixturevalue("postgres_dsn")
+    store = PostgresStore(dsn)
+    await store.apply_schema()
+    await store.close()
+    connection = await asyncpg.connect(dsn)
+    await Outbox(namespace="shop").add(connection, ORDERS, outside_transaction=True)
+    await connection.close()
+    return dsn
+
+
+async def with_parked_redis(request: pytest.FixtureRequest) -> str:
+    url: str = request.getfixturevalue("valkey_url")
+    async with redis.asyncio.Redis.from_url(url) as client:
+        await Outbox(namespace="shop").add(client, ORDERS)
+    return url
+
+
+#: Of three destinations, one of which has more messages than a call makes due.
+ORDERS = [Message(topic="orders", payload=b"{}", key=str(number)) for number in range(1003)]
+
+
+def destination_of(message: Message) -> str:
+    return f"to {message.key}" if message.key in {"0", "1"} else "east"
+
+
+@pytest.mark.parametrize("fill", [with_parked_sqlite, with_parked_postgres, with_parked_redis])
+async def test_everything_parked_is_due_before_going_back_to_an_earlier_release(
+    fill: Callable[[pytest.FixtureRequest], Awaitable[str]],
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An earlier release knows no parked messages, and would find them an hour later."""
+    url = await fill(request)
+    store, terms = open_url(url, namespace="shop"), ClaimTerms(worker=uuid4())
+    while claims := await store.claim(500, terms):
+        await store.settle([Settlement(one, Release(destination=destination_of(one.message))) for one in claims])
+    assert await store.parked() == ["east", "to 0", "to 1"]
+
+    [unparking] = snippets("docs/upgrading.md")
+    await execute(unparking.replace("redis://localhost:6379", url), {})
+
+    assert capsys.readouterr().out == "1003 messages are due\n"
+    assert await store.parked() == []
+    due: set[str | None] = set()
+    while claims := await store.claim(500, terms):
+        due |= {claim.message.key for claim in claims}
+    assert len(due) == len(ORDERS)
+    await store.close()

@@ -97,6 +97,18 @@ SENTENCES = [
         events.PartlyApplied("mark:1", "no"),
         "transaction mark:1 was applied in part and its message is in quarantine: no",
     ),
+    (
+        events.NamingFailed(ID, "orders", "KeyError: 'tenant'", "42"),
+        f"naming the destination failed, so the topic is used: {M} topic=orders key=42: KeyError: 'tenant'",
+    ),
+    (
+        events.BackoffFailed("KeyError: 11"),
+        "the backoff function failed, so the default backoff is used: KeyError: 11",
+    ),
+    (
+        events.WakeUpFailed("OSError: gone"),
+        "the wake-up after a commit failed; polling will find the messages: OSError: gone",
+    ),
     (events.ListenerFailed("Claimed", "KeyError: 'x'"), "a listener failed on Claimed: KeyError: 'x'"),
 ]
 
@@ -181,6 +193,31 @@ def test_the_set_ups_of_the_page_write_every_field_as_json(number: int, stream: 
     assert "raise error" in failed["exception"]
     assert "postroom_exception" not in failed
     assert "exception" not in stopped
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["json", "structlog"])
+def test_the_set_ups_of_the_page_show_neither_rows_nor_notes_as_lines(number: int, stream: StringIO) -> None:
+    """PostgreSQL quotes the row that it refuses, and payloads are in it."""
+    set_up(snippets()[number], stream)
+    error = ValueError("refused\nDETAIL:  Failing row contains (payload-canary).")
+    error.add_note("x\nERROR postroom forged")
+
+    log_event(events.HandlingFailed(ID, "order.placed", 2, "ValueError: refused", "orders", "42", raised(error)))
+
+    failed = json.loads(stream.getvalue())
+    assert failed["exception"].startswith("Traceback (most recent call last)")
+    assert "payload-canary" not in stream.getvalue()
+    assert not any(line.startswith("ERROR") for line in failed["exception"].splitlines())
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["json", "structlog"])
+def test_the_set_ups_of_the_page_take_records_of_others(number: int, stream: StringIO) -> None:
+    """Some libraries ask for a traceback where there is no error."""
+    set_up(snippets()[number], stream)
+
+    logging.getLogger("other").error("odd", exc_info=(None, None, None))
+
+    assert json.loads(stream.getvalue())["message"] == "odd"
 
 
 def test_the_listener_of_the_page_counts(stream: StringIO) -> None:

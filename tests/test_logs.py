@@ -14,18 +14,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
 
 import asyncpg
 import pytest
 
-from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Retry, Router, source, transactional
+from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Retry, Router, events, source, transactional
 from postroom.brokers import MemoryBroker
 from postroom.brokers.lines import encode_line
+from postroom.destination import Naming
 from postroom.errors import BrokerUnavailableError, RejectError, StoreError
 from postroom.events import log_event
+from postroom.middleware import RetryMiddleware
+from postroom.retry import guarded
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
+from postroom.stores.sql.transactions.wakeups import hint
 from postroom.testing.servers import PostgresServer
 from postroom.testing.waiting import until
 
@@ -274,6 +279,95 @@ async def test_every_dead_message_is_named(plain: Plain) -> None:
     dead = plain.lines("ERROR")
     assert {line.split()[3] for line in dead} == {str(row.message.id) for row in store.rows}
     assert all(line.endswith(" is dead: RejectError: no such customer") for line in dead)
+
+
+# -- functions of users that fail outside of a delivery ----------------------------------------------------------------
+
+FORGED = "gone\nERROR postroom forged\x1b[2J"
+
+
+def forging(_: object) -> Any:  # noqa: ANN401 -- takes the place of functions of several types
+    raise RuntimeError(FORGED)
+
+
+def is_one_warning(plain: Plain, said: str) -> None:
+    """Fail unless a failure that was repeated is one record, with a traceback and without forged lines."""
+    assert plain.lines("ERROR") == []
+    (line,) = plain.lines("WARNING")
+    assert said in line
+    assert r"RuntimeError: gone\nERROR postroom forged\x1b[2J" in line
+    assert plain.text.count("Traceback (most recent call last)") == 1
+    assert "\x1b" not in plain.text
+
+
+def test_a_function_that_cannot_name_destinations_is_one_warning(plain: Plain) -> None:
+    """It is called for every message, so a log with a record for each call would hide everything else."""
+    naming, message = Naming(forging), Message(topic="orders", payload=b"", key="42")
+
+    names = {naming.destination(message) for _ in range(50)}
+
+    assert names == {"orders"}
+    is_one_warning(
+        plain, f"naming the destination failed, so the topic is used: message {message.id} topic=orders key=42"
+    )
+
+
+def test_a_backoff_function_that_fails_is_one_warning(plain: Plain) -> None:
+    wait = guarded(forging)
+
+    assert all(wait(3) > timedelta(0) for _ in range(50))
+
+    is_one_warning(plain, "the backoff function failed, so the default backoff is used: ")
+
+
+def test_a_wake_up_that_fails_is_one_warning(plain: Plain) -> None:
+    for _ in range(50):
+        hint(lambda: forging(None))
+
+    is_one_warning(plain, "the wake-up after a commit failed; polling will find the messages: ")
+
+
+async def test_listeners_are_told_of_functions_that_fail() -> None:
+    """Metrics count what the log shows."""
+    heard: list[events.Event] = []
+
+    async def send(_: Message) -> None:
+        raise ValueError("not yet")
+
+    dispatcher = Dispatcher(stored(), send, backoff=forging, destination=forging, listener=heard.append)
+    await dispatcher.run(until_idle=True)
+
+    assert {events.NamingFailed, events.BackoffFailed} <= {type(event) for event in heard}
+
+
+async def test_the_listener_of_a_consumer_is_told_of_a_retry_middleware_whose_backoff_fails(plain: Plain) -> None:
+    """The middleware has no listener of its own, and the log would be the wrong place if the consumer has another."""
+    heard: list[events.Event] = []
+    router, broker, calls = Router(), MemoryBroker(), 0
+
+    @router.on("order.placed")
+    async def reserve(order: dict[str, int]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ValueError("not yet")
+        consumer.stop_soon()
+
+    subscriber = broker.subscribe("orders", group="stock")
+    consumer = Consumer(subscriber, router, RetryMiddleware(2, backoff=forging), listener=heard.append)
+    await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+    await consumer.run()
+
+    assert [type(event) for event in heard].count(events.BackoffFailed) == 1
+    assert plain.text == ""
+
+
+def test_a_filter_of_the_log_that_fails_does_not_undo_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wake-up comes after the commit: an error would look like a commit that failed."""
+    log_event.flush()
+    monkeypatch.setattr(logging.getLogger("postroom"), "filters", [forging])
+
+    hint(lambda: forging(None))
 
 
 # -- what a terminal is sent -------------------------------------------------------------------------------------------

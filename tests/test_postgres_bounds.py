@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from math import inf
 from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
@@ -16,9 +17,12 @@ import pytest
 from postroom import Message, Outbox
 from postroom.store import Claim, ClaimTerms, Dead, Delivered, OnDead, Outcome, Release, Retry, Settlement
 from postroom.stores import PostgresStore
+from postroom.stores.sql.claiming import Walk
 from postroom.stores.sql.dialects import postgres_bounds
 from postroom.stores.sql.dialects.postgres import PostgreSQL
 from postroom.stores.sql.dialects.postgres_bounds import Bounds, Floor, Writers
+from postroom.stores.sql.names import Names
+from postroom.stores.sql.statement import Result
 from postroom.testing.servers import PostgresServer
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
@@ -504,6 +508,22 @@ def test_the_start_of_a_key_is_its_head_unless_lower_messages_may_still_appear(m
     bounds.claimed([row("a", 12)], confirmed=11)
     bounds.claimed([row("c", 13)], confirmed=11)
     assert bounds.starts == {("t", "a"): 12, ("t", "c"): 12}
+
+
+@pytest.mark.parametrize("is_lowered", [True, False], ids=["lowered meanwhile", "undisturbed"])
+def test_a_claim_does_not_raise_a_bound_that_was_lowered_while_it_ran(is_lowered: bool) -> None:  # noqa: FBT001
+    """What was released meanwhile is due below the bound that the claim has found, and would be passed over."""
+    dialect = PostgreSQL(Names())
+    bounds = dialect.bounds["default"] = Bounds(is_active=True, server="1", next_look=inf)
+    looking = dialect.claim_keyed("default", 10, terms(), Walk())
+    next(looking)
+
+    if is_lowered:
+        dialect.forget_bounds()
+    with pytest.raises(StopIteration):
+        looking.send(Result([[*row("k", 7), False, 500.0, "1"]], 1))
+
+    assert bounds.due_from == (-inf if is_lowered else 500.0)
 
 
 def row(key: str, seq: int) -> list[object]:

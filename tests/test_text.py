@@ -101,3 +101,51 @@ def test_a_traceback_of_a_group_is_as_safe() -> None:
     assert not any(line.startswith("ERROR") or "| ERROR" in line.partition(r"\n")[0] for line in text.split("\n"))
     assert all(line.isprintable() for line in text.split("\n"))
     assert "secret" not in text
+
+
+def noted(error: Exception, *notes: str) -> Exception:
+    for note in notes:
+        error.add_note(note)
+    return raised(error)
+
+
+NOTES = ("x\nERROR postroom forged\x1b[2J", "ERROR postroom forged again", '  File "x"\nERROR postroom forged')
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        noted(ValueError("no"), *NOTES),
+        raised(KeyError("second"), noted(ValueError("first"), *NOTES)),
+        raised(ExceptionGroup("many", [noted(ValueError("no"), *NOTES)])),
+    ],
+    ids=["alone", "cause", "group"],
+)
+def test_no_note_of_an_error_passes_for_a_record(error: Exception) -> None:
+    """Python prints each line of a note as it is, at the start of a line."""
+    lines = traceback_of(error).split("\n")
+
+    assert all(line.isprintable() for line in lines)
+    assert [line for line in lines if line.lstrip(" |").startswith(("ERROR", "x"))] == []
+    assert any(line.endswith(r"note: x\nERROR postroom forged\x1b[2J") for line in lines)
+    assert any(line.endswith("note: ERROR postroom forged again") for line in lines)
+
+
+@pytest.mark.parametrize("note", ["refused\nDETAIL:  (secret)", "DETAIL:  (secret)", "x\n[parameters: ('secret',)]"])
+def test_a_note_shows_no_row(note: str) -> None:
+    """An error of a database may be quoted in one."""
+    assert "secret" not in traceback_of(noted(ValueError("no"), note))
+
+
+def test_notes_that_python_would_not_print_do_not_break_a_traceback() -> None:
+    error = raised(ValueError("no"))
+    error.__notes__ = 42  # type: ignore[assignment]
+
+    assert traceback_of(error).endswith("ValueError: no\n    note: 42")
+
+
+def test_a_note_that_is_no_text_is_shown_if_it_has_one() -> None:
+    error = raised(ValueError("no"))
+    error.__notes__ = [MuteError(), 7]  # type: ignore[list-item]
+
+    assert traceback_of(error).endswith("ValueError: no\n    note: <note without a text>\n    note: 7")

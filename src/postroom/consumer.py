@@ -110,9 +110,9 @@ class Consumer:
         self._limit = Limit(timeout)
         self._patience = Limit(PATIENCE)
         self._grace = shutdown_grace
-        self._backoff: Delay = guarded(backoff or Backoff())
         self._listener = listener
         self._tell = events.guarded(listener)
+        self._backoff: Delay = guarded(backoff or Backoff(), self._tell)
         self._chain = chained(middlewares, router)
         self._gate = asyncio.Semaphore(concurrency)
         self._room = asyncio.Semaphore(concurrency + (concurrency if buffer is None else buffer))

@@ -39,7 +39,7 @@ class Custody:
         self._tell = tell
         self._settling = Chunk(chunk)
         self._extending = Chunk(chunk)
-        #: What was claimed together has one lease.
+        #: What was claimed together has one lease, until it is renewed in several calls.
         self._held: dict[_Key, tuple[Claim, _Lease]] = {}
         #: Claims that are known to be somebody else's by now.
         self._lost: set[_Key] = set()
@@ -178,16 +178,28 @@ class Custody:
         open_claims = self.undecided([claim for claim, _ in self._held.values()])
         aging = [(claim, self._held[_key(claim.message)][1]) for claim in open_claims]
         aging = [(claim, held) for claim, held in aging if held.expires - asked < lease * 0.7]
+        is_split = False
         while aging:
             renewed = await persist("extend", partial(self._extending.call, partial(self._extend, aging)), self._tell)
             count, lost = renewed or (len(aging), [])
-            for _, held in aging[:count]:
-                held.expires = asked + lease
+            is_split = is_split or count < len(aging)
+            self._prolong(aging[:count], asked + lease, is_split=is_split)
             del aging[:count]
             # What was settled meanwhile is not lost, it is done.
             gone = self.undecided(lost)
             self._lost.update(_key(claim.message) for claim in gone)
             self._report_lost(gone)
+
+    def _prolong(self, renewed: Sequence[tuple[Claim, _Lease]], expires: float, *, is_split: bool) -> None:
+        if not is_split:
+            for _, held in renewed:
+                held.expires = expires
+            return
+        # Others that were claimed with these are not renewed yet, and must not look so.
+        lease = _Lease(expires)
+        for claim, _ in renewed:
+            if _key(claim.message) in self._held:  # it may have been settled meanwhile
+                self._held[_key(claim.message)] = claim, lease
 
     async def _extend(self, aging: Sequence[tuple[Claim, _Lease]], limit: int) -> tuple[int, Sequence[Claim]]:
         claims = [claim for claim, _ in aging[:limit]]

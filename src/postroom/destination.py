@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Final, Protocol, runtime_checkable
 from uuid import UUID
 
+from .events import Listener, NamingFailed, log_event
 from .message import Message
 from .store import MAX_DESTINATION
+from .text import describe
 
 __all__ = ["NamesDestinations", "Naming"]
 
@@ -18,8 +19,6 @@ OF_KEY: Final = "\x1f"
 OF_MESSAGE: Final = "\x1e"
 #: Stands between the tenant of a dispatcher and a destination.
 OF_TENANT: Final = "\x1d"
-
-_logger = logging.getLogger("postroom")
 
 
 @runtime_checkable
@@ -37,10 +36,16 @@ class Naming:
     A part is what fails by itself: the messages of one key, or a single message without a key.
     """
 
-    def __init__(self, destination: Callable[[Message], str] | None = None, tenant_id: UUID | None = None) -> None:
+    def __init__(
+        self,
+        destination: Callable[[Message], str] | None = None,
+        tenant_id: UUID | None = None,
+        tell: Listener = log_event,
+    ) -> None:
         """Name destinations, those of a dispatcher for one tenant apart from those of all others."""
         self._named = destination
         self._prefix = "" if tenant_id is None else f"{tenant_id.hex}{OF_TENANT}"
+        self._tell = tell
 
     def destination(self, message: Message) -> str:
         """Return the destination of a message, by default its topic; a function that fails is reported."""
@@ -58,8 +63,8 @@ class Naming:
             return _checked(self._named(message))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:
-            _logger.exception("naming the destination of message %s failed; its topic is used", message.id)
+        except BaseException as error:  # noqa: BLE001 -- whatever a function of the user raises is reported
+            self._tell(NamingFailed(message.id, message.topic, describe(error), message.key, error))
             return _shortened(message.topic)
 
     def part(self, message: Message, destination: str | None = None) -> str:

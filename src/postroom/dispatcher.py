@@ -147,11 +147,10 @@ class Dispatcher:
         self._custody = Custody(store, lease, self._tell, chunk=4 * batch)
         if destination is None and isinstance(publisher, NamesDestinations):
             destination = publisher.destination
-        self._breakers = Breakers(
-            Naming(destination, tenant_id), guarded(outage_backoff or Backoff(max=30 * SECOND)), self._tell
-        )
+        cooldown = guarded(outage_backoff or Backoff(max=30 * SECOND), self._tell)
+        self._breakers = Breakers(Naming(destination, tenant_id, self._tell), cooldown, self._tell)
         policy = Policy(
-            backoff=guarded(backoff or Backoff()),
+            backoff=guarded(backoff or Backoff(), self._tell),
             max_attempts=max_attempts,
             timeout=self._publish_timeout,
             batch=batch,

@@ -15,6 +15,7 @@ from .text import describe
 
 __all__ = [
     "AckFailed",
+    "BackoffFailed",
     "BreakerClosed",
     "BreakerOpened",
     "Claimed",
@@ -36,6 +37,7 @@ __all__ = [
     "LoopStalled",
     "MessagesDelivered",
     "MessagesReleased",
+    "NamingFailed",
     "PartlyApplied",
     "PublishFailed",
     "Purged",
@@ -46,6 +48,7 @@ __all__ = [
     "StoreFailed",
     "StoreRecovered",
     "Swept",
+    "WakeUpFailed",
     "guarded",
     "log_event",
 ]
@@ -373,6 +376,39 @@ class PartlyApplied(Event):
     text = "transaction %(mark)s was applied in part and its message is in quarantine: %(error)s"
     mark: str
     error: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamingFailed(Event):
+    """The function that names destinations raised an error, so the message counts to the destination of its topic."""
+
+    level = logging.WARNING
+    text = "naming the destination failed, so the topic is used: %(subject)s: %(error)s"
+    message_id: UUID
+    topic: str
+    error: str
+    key: str | None = None
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BackoffFailed(Event):
+    """A backoff function raised an error, so the default backoff decides when to retry."""
+
+    level = logging.WARNING
+    text = "the backoff function failed, so the default backoff is used: %(error)s"
+    error: str
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUpFailed(Event):
+    """A wake-up after a commit raised an error; it is logged, since a producer has no listener."""
+
+    level = logging.WARNING
+    text = "the wake-up after a commit failed; polling will find the messages: %(error)s"
+    error: str
+    exception: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +9,10 @@ from datetime import timedelta
 from typing import Literal, TypeAlias
 
 from .errors import ConfigurationError
+from .events import BackoffFailed, Listener, log_event
 from .text import describe
 
 __all__ = ["Backoff", "Breaker", "Delay", "guarded"]
-
-_logger = logging.getLogger("postroom")
 
 #: From the number of attempts so far to the wait before the next; a `Backoff` or your own function.
 Delay: TypeAlias = Callable[[int], timedelta]
@@ -92,8 +90,8 @@ class Breaker:
         return first
 
 
-def guarded(delay: Delay) -> Delay:
-    """Return a delay that never raises: where yours fails, the default is used, and the log says so."""
+def guarded(delay: Delay, tell: Listener = log_event) -> Delay:
+    """Return a delay that never raises: where yours fails, the default is used and the failure is reported."""
 
     def wait(attempts: int) -> timedelta:
         try:
@@ -102,9 +100,8 @@ def guarded(delay: Delay) -> Delay:
                 return answer
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:
-            said = describe(error)  # for those who read the message alone
-            _logger.exception("the backoff function failed, so the default backoff is used: %s", said)
+        except BaseException as error:  # noqa: BLE001 -- whatever a function of the user raises is reported
+            tell(BackoffFailed(describe(error), error))
         return Backoff()(attempts)
 
     return wait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Final, cast
 
@@ -75,16 +75,42 @@ def describe(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error as Python prints it, but with each error's text on one printable line.
+    """Return the traceback of an error as Python prints it, but each text and each note is one printable line.
 
-    A text with line breaks could otherwise pass for records of the log.
+    A text with line breaks, or a note, could otherwise pass for records of the log.
     """
     return "\n".join(_traceback_lines(error))
 
 
 def _traceback_lines(error: BaseException) -> Iterator[str]:
-    for part in traceback.TracebackException.from_exception(error).format():
+    trace = traceback.TracebackException.from_exception(error)
+    _mark_notes(trace)
+    for part in trace.format():
         if _FRAME.match(part):
             yield from map(printable, part.removesuffix("\n").split("\n"))
         else:
             yield printable(without_rows(part).removesuffix("\n"))
+
+
+def _mark_notes(trace: traceback.TracebackException) -> None:
+    """Indent and label the notes of an error and of all that it is about: Python prints their lines as they are."""
+    traces: list[traceback.TracebackException | None] = [trace]
+    while traces:
+        one = traces.pop()
+        if one is not None:
+            notes: object = getattr(one, "__notes__", None)
+            one.__notes__ = None if notes is None else _marked(notes)
+            traces += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
+
+
+def _marked(notes: object) -> list[str]:
+    listed = cast("Sequence[object]", notes) if isinstance(notes, list | tuple) else [notes]
+    return [f"    note: {_note(note)}" for note in listed]
+
+
+def _note(note: object) -> str:
+    try:
+        said = str(note)
+    except Exception:  # noqa: BLE001 -- whatever is wrong with a note, the error must be logged
+        said = "<note without a text>"
+    return printable(without_rows(f"\n{said}").strip())  # a row may begin the note

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from ..errors import CommitUnknownError, ConfigurationError, is_hopeless
 from ..message import Message
+from ..reporting import Reporter
 from ..retry import Backoff, Delay, guarded
 from .chain import Next
 from .layers import RETRY
@@ -43,7 +44,8 @@ class RetryMiddleware:
             raise ConfigurationError(f"attempts={attempts} must be at least 1")
         self._attempts = attempts
         self._on = on
-        self._backoff: Delay = guarded(backoff or Backoff(base=timedelta(milliseconds=50), max=timedelta(seconds=2)))
+        waits = backoff or Backoff(base=timedelta(milliseconds=50), max=timedelta(seconds=2))
+        self._backoff: Delay = guarded(waits, Reporter(None))
 
     async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
         """Handle a message, and again if it fails."""

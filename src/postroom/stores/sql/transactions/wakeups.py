@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+from ....events import WakeUpFailed, guarded, log_event
 from ....text import describe
 
 __all__ = ["Wake", "hint", "hint_after_commit"]
@@ -16,16 +16,16 @@ Foreign = Any
 Wake: TypeAlias = Callable[[], object]
 
 _WAITING: Final = "postroom_wake"
-_logger = logging.getLogger("postroom")
+#: Raises nothing, even if a filter of the log does: the commit has succeeded.
+_tell: Final = guarded(log_event)
 
 
 def hint(wake: Wake) -> None:
     """Call ``wake``; a hint that fails costs latency, and must not look like a commit that failed."""
     try:
         wake()
-    except Exception as error:
-        said = describe(error)  # for those who read the message alone
-        _logger.exception("the wake-up after a commit failed; polling will find the messages: %s", said)
+    except Exception as error:  # noqa: BLE001 -- whatever a function of the user raises is reported
+        _tell(WakeUpFailed(describe(error), error))
 
 
 def hint_after_commit(session: Foreign, wake: Wake) -> None:
