@@ -56,6 +56,8 @@ _CONSUMERS: Final = ("c0", "c1", "c2", "c3")
 _WORKERS: Final = ("d0", "d1", "d2", "p0", "p1", *_CONSUMERS)
 #: Those that use psycopg on PostgreSQL, where the others use asyncpg.
 _PSYCOPG: Final = ("d1", "c2")
+#: How many sessions PgBouncer shares among all workers; with few, those of paused workers starve the others.
+_POOL_SIZE: Final = 10
 #: How long nothing may move before what is left counts as stuck.
 _PATIENCE: Final = 15.0
 _LOOPBACK: Final = "127.0.0.1"
@@ -255,7 +257,7 @@ async def _database(options: Options) -> AsyncIterator[tuple[str, Mapping[str, S
         if isinstance(server, SqlServer):
             url = await asyncio.to_thread(server.create_database, "chaos")
         if options.store == "pgbouncer":
-            servers["pooler"] = await stack.enter_async_context(_running(PgBouncer(url)))
+            servers["pooler"] = await stack.enter_async_context(_running(PgBouncer(url, pool_size=_POOL_SIZE)))
         yield url, servers
 
 
