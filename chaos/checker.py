@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from .claims import fenced, one_claim
@@ -13,11 +12,11 @@ from .evidence import OPEN, Evidence, Violation
 
 __all__ = ["CHECKS", "Violation", "blocked_ids", "check", "duplicates"]
 
-#: What a publisher may not have heard of when an attempt is spent: the destination was down.
-_OUTAGE: Final = frozenset({"outage", "silent"})
+#: Of which no attempt is spent, the second only if the destination answered for nothing else meanwhile.
+_OUTAGE: Final = frozenset({"outage", "unanswered"})
 #: What a destination answers that is not down.
 _ANSWERED: Final = frozenset({"delivered", "refused", "rejected"})
-#: How many nanoseconds apart the publisher and its dispatcher may see the same answer.
+#: How many nanoseconds later than its dispatcher a publisher may see a call begin.
 _MOMENT: Final = 100_000_000
 #: More than any healthy dispatcher of this size needs.
 _VITALS: Final = {"fds": 64, "threads": 24, "tasks": 64}
@@ -143,26 +142,30 @@ def _misspent(evidence: Evidence) -> Iterator[Violation]:
         if row.attempts != row.token - released[row.id]:
             spent = f"{row.token} claims, {released[row.id]} of them given back, but {row.attempts} attempts"
             yield Violation("C9", spent, row.id)
-    words = {(one.id, one.token, one.worker): one for one in evidence.answers}
-    heard = _heard(evidence)
+    answers = {(one.id, one.token, one.worker): one for one in evidence.answers}
+    asked = {(one.id, one.token, one.worker): one.asked for one in reversed(evidence.settled)}
+    heard = _heard(evidence, asked)
     for settled in evidence.settled:
-        answer = words.get((settled.id, settled.token, settled.worker))
+        place = (settled.id, settled.token, settled.worker)
+        answer = answers.get(place)
         if answer is None or answer.word not in _OUTAGE or settled.outcome == "release":
             continue
-        # Which of two calls at the same moment was answered first, publisher and dispatcher may see differently.
-        times = heard.get(settled.worker, [])
-        place = bisect_left(times, answer.t - _MOMENT)
-        if answer.word == "outage" or place == len(times) or times[place] > answer.t + _MOMENT:
+        began, ended = answer.t - answer.took - _MOMENT, asked[place]
+        others = heard.get((settled.worker, answer.destination), ())
+        if answer.word == "outage" or not any(first <= ended and last >= began for first, last in others):
             yield Violation("C9", f"{settled.outcome} under token {settled.token} in an outage", settled.id)
 
 
-def _heard(evidence: Evidence) -> dict[str, list[int]]:
-    """Return when each worker heard an answer, in order."""
-    times: dict[str, list[int]] = defaultdict(list)
+def _heard(
+    evidence: Evidence, asked: Mapping[tuple[str, int, str], int]
+) -> Mapping[tuple[str, str], Sequence[tuple[int, int]]]:
+    """Return when each worker heard each destination answer: after its publisher did, and before it asked to settle."""
+    times: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for one in evidence.answers:
         if one.word in _ANSWERED:
-            times[one.worker].append(one.t)
-    return {worker: sorted(moments) for worker, moments in times.items()}
+            settled = asked.get((one.id, one.token, one.worker), one.t)
+            times[one.worker, one.destination].append((one.t, max(settled, one.t)))
+    return times
 
 
 def deduped(evidence: Evidence) -> Iterator[Violation]:

@@ -87,6 +87,8 @@ class Settled:
     token: int
     outcome: str
     accepted: bool | None = True
+    #: When it was asked for.
+    asked: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,9 @@ class Answer:
     id: str
     token: int
     word: str
+    destination: str = ""
+    #: How many nanoseconds the call took that ended at ``t``.
+    took: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,10 +197,10 @@ def gather(
         extended=_claims(events, "extend"),
         settled=list(_settled(events)),
         answers=[
-            Answer(t=e["t"], worker=e["proc"], id=identity, token=token, word=word)
+            Answer(t=e["t"], worker=e["proc"], id=identity, token=token, word=word, destination=where, took=e["took"])
             for e in events
             if e["op"] == "publish"
-            for identity, token, word in e["answers"]
+            for identity, token, word, where in e["answers"]
         ],
         **known,
     )
@@ -261,4 +266,5 @@ def _settled(events: Sequence[Event]) -> Iterable[Settled]:
                     token=token,
                     outcome=outcome,
                     accepted=None if lost is None else (identity, token) not in lost,
+                    asked=event["t"],
                 )

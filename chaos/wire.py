@@ -46,8 +46,6 @@ class Wire:
         self._folder = setting.place
         self._rng = random.Random(f"{setting.seed} {setting.name}.{setting.life} wire")
         self._history = history
-        #: When each destination answered last: one that answers in another call is not down.
-        self._answered: dict[str, float] = {}
 
     def named(self, message: Message) -> str:
         """Return the destination as the dispatcher knows it."""
@@ -66,12 +64,12 @@ class Wire:
             try:
                 await asyncio.Event().wait()
             finally:  # the dispatcher has given up
-                self._record(messages, self._silences(messages, began))
+                self._record(messages, ["unanswered"] * len(messages), began)
         reached = [index for index, hit in enumerate(is_hit) if not hit]
         sent = [messages[index] for index in reached]
         words = await self._send(sent, [events[index] for index in reached], began)
         refused = [message for message, hit in zip(messages, is_hit, strict=True) if hit]
-        self._record(refused, ["outage"] * len(refused))
+        self._record(refused, ["outage"] * len(refused), began)
         answers = dict(zip(reached, words, strict=True))
         return [Release() if hit else _OUTCOMES.get(answers[index]) for index, hit in enumerate(is_hit)]
 
@@ -80,33 +78,25 @@ class Wire:
             return []
         is_panicking = self._rng.randrange(1000) < _PANICS
         if is_panicking and self._rng.random() < 0.5:  # noqa: PLR2004 -- heads or tails
-            self._panic(messages)
-        words = await self._exchange(messages, events)
+            self._panic(messages, began)
+        words = await self._exchange(messages, events, began)
         if is_panicking:
-            self._panic(messages)
-        heard = [message for message, word in zip(messages, words, strict=True) if word in _OUTCOMES]
-        self._answered.update(dict.fromkeys(map(self.named, heard), time.monotonic()))
-        silences = self._silences(messages, began)
-        self._record(messages, [w if w in _OUTCOMES else s for w, s in zip(words, silences, strict=True)])
+            self._panic(messages, began)
+        self._record(messages, words, began)
         return words
 
-    def _silences(self, messages: Sequence[Message], began: float) -> list[str]:
-        """Return what it means of each message that no answer came: an outage only if its destination was silent."""
-        answered = [self._answered.get(self.named(message), 0.0) >= began for message in messages]
-        return ["unknown" if is_alive else "silent" for is_alive in answered]
-
-    def _panic(self, messages: Sequence[Message]) -> None:
-        self._record(messages, ["panic"] * len(messages))
+    def _panic(self, messages: Sequence[Message], began: float) -> None:
+        self._record(messages, ["panic"] * len(messages), began)
         self._history.write("fault", "ok", kind="publisher panics", victim="publisher", length=0.0)
         panic = Panic("chaos-panic")
         raise self._rng.choice([panic, GeneratorExit("chaos-panic"), BaseExceptionGroup("chaos-panic", [panic])])
 
-    async def _exchange(self, messages: Sequence[Message], events: Sequence[dict[str, Any]]) -> list[str]:
-        """Send every message and return a word for each, "unknown" where none came in time."""
+    async def _exchange(self, messages: Sequence[Message], events: Sequence[dict[str, Any]], began: float) -> list[str]:
+        """Send every message and return a word for each, "unanswered" where none came in time."""
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError as error:
-            self._record(messages, ["outage"] * len(messages))
+            self._record(messages, ["outage"] * len(messages), began)
             raise BrokerUnavailableError(str(error)) from error
         words: list[str] = []
         try:
@@ -118,11 +108,12 @@ class Wire:
                         words.append(word.decode().strip())
         finally:
             writer.transport.abort()
-        return words + ["unknown"] * (len(messages) - len(words))
+        return words + ["unanswered"] * (len(messages) - len(words))
 
-    def _record(self, messages: Sequence[Message], words: Sequence[str]) -> None:
-        answers = [(str(m.id), m.token, word) for m, word in zip(messages, words, strict=True)]
-        self._history.write("publish", "ok", answers=answers)
+    def _record(self, messages: Sequence[Message], words: Sequence[str], began: float) -> None:
+        answers = [(str(m.id), m.token, word, self.named(m)) for m, word in zip(messages, words, strict=True)]
+        took = int((time.monotonic() - began) * 1e9)
+        self._history.write("publish", "ok", answers=answers, took=took)
 
 
 class NamingWire(Wire):

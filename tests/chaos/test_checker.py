@@ -161,6 +161,17 @@ EARLY_CLAIM = [
     changed("z", ("pending", 0, None), ("processing", 1, 160), 60),
     changed("z", ("processing", 1, 160), ("processing", 2, 170), 159),
 ]
+#: A second.
+S = 1_000_000_000
+
+
+def _silent(evidence: Evidence, answered: Answer) -> Evidence:
+    """A call to a destination that was under way from the second to the third second, and cost an attempt."""
+    silence = Answer(t=3 * S, took=S, worker="d1", id="y", token=1, word="unanswered", destination="down")
+    spent = Settled(t=5 * S, worker="d1", id="y", token=1, outcome="retry", accepted=None, asked=4 * S)
+    return more(evidence, answers=[silence, answered], settled=[spent])
+
+
 BROKEN: list[tuple[str, str, Callable[[Evidence], Evidence]]] = [
     ("C1", "a committed message never arrives", lambda e: without(e, "b", "received", "rows")),
     ("C1", "a message is settled as delivered that nobody received", lambda e: without(e, "c", "received")),
@@ -250,6 +261,16 @@ BROKEN: list[tuple[str, str, Callable[[Evidence], Evidence]]] = [
             settled=[Settled(t=9, worker="d1", id="y", token=1, outcome="retry", accepted=None)],
         ),
     ),
+    (
+        "C9",
+        "silence costs an attempt while only other destinations answer",
+        lambda e: _silent(e, answered=Answer(t=S, worker="d1", id="z", token=1, word="delivered", destination="other")),
+    ),
+    (
+        "C9",
+        "silence costs an attempt although the destination answered only before",
+        lambda e: _silent(e, answered=Answer(t=1, worker="d1", id="z", token=1, word="delivered", destination="down")),
+    ),
     ("C9", "a claim costs more than one attempt", lambda e: with_row(e, "c", attempts=2)),
     ("C10", "two messages have one dedupe key", lambda e: with_row(e, "a", dedupe="once")),
     ("C10", "a repeat is refused though nothing was there", lambda e: with_row(e, "c", dedupe=None)),
@@ -263,6 +284,16 @@ BROKEN: list[tuple[str, str, Callable[[Evidence], Evidence]]] = [
     ("C13", "a process complains", lambda e: replace(e, complaints=["d0 ended with 1"])),
     ("C13", "a process hoards files", lambda e: with_event(e, op="vitals", fds=500, threads=2, tasks=5)),
 ]
+
+
+@pytest.mark.parametrize("at", [2 * S, 3 * S, 4 * S])
+def test_a_message_may_fail_by_silence_if_its_destination_answered_meanwhile(at: int) -> None:
+    """At the latest when the dispatcher asks to settle it, and also if it heard an earlier answer only then."""
+    early = Answer(t=1, worker="d1", id="early", token=1, word="delivered", destination="down")
+    heard_late = Settled(t=9 * S, worker="d1", id="early", token=1, outcome="delivered", asked=2 * S)
+    for answered in (replace(early, id="z", t=at), early):
+        evidence = more(_silent(healthy(), answered), settled=[heard_late])
+        assert "C9" not in {violation.check for violation in check(evidence)}
 
 
 def test_the_checker_has_nothing_to_say_about_a_run_in_which_all_went_well() -> None:
@@ -348,7 +379,7 @@ def written(tmp_path: Path) -> list[Event]:
     dispatcher.write("start", "ok", life=1)
     dispatcher.write("claim", "ok", claims=[("a", 2)])
     receiver.write("deliver", "ok", id="a", topic="orders", key=None, n=0, token=2)
-    dispatcher.write("publish", "ok", answers=[("a", 2, "delivered")])
+    dispatcher.write("publish", "ok", answers=[("a", 2, "delivered", "orders")], took=1)
     dispatcher.write("settle", "invoke", call=0, settlements=[("a", 2, "delivered")])
     dispatcher.write("settle", "ok", call=0, lost=[])
     dispatcher.write("settle", "invoke", call=1, settlements=[("a", 1, "retry")])

@@ -20,7 +20,9 @@ class Recording(Wire):
 
     sent: tuple[str | None, ...] = ()
 
-    async def _exchange(self, messages: Sequence[Message], events: Sequence[dict[str, object]]) -> list[str]:
+    async def _exchange(
+        self, messages: Sequence[Message], events: Sequence[dict[str, object]], began: float
+    ) -> list[str]:
         self.sent = tuple(message.key for message in messages)
         return ["delivered"] * len(messages)
 
@@ -47,7 +49,7 @@ async def test_an_outage_refuses_its_class_of_keys_and_no_other(tmp_path: Path) 
 
     assert outcomes == [Release(), Delivered(), Delivered()]
     assert publisher.sent == (other, None)
-    words = [word for event in read(tmp_path) for _, _, word in event["answers"]]
+    words = [word for event in read(tmp_path) for _, _, word, _ in event["answers"]]
     assert sorted(words) == ["delivered", "delivered", "outage"]
 
 
