@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import asyncmy
@@ -18,9 +19,10 @@ import pytest
 
 from postroom import Consumer, Message, Router, deadline, events
 from postroom.brokers import MemoryBroker
-from postroom.errors import RejectError
-from postroom.middleware import DeadlineMiddleware, Middleware, transactional
+from postroom.errors import RejectError, StoreTimeoutError
+from postroom.middleware import DeadlineMiddleware, Middleware, TransactionMiddleware, transactional
 from postroom.stores import MySQLStore, PostgresStore, SQLStore
+from postroom.stores.sql.transactions import SQLTransactions, network
 from postroom.stores.sql.url import Place
 from postroom.testing.waiting import until
 
@@ -348,3 +350,38 @@ async def test_a_consumer_stops_while_its_messages_wait_for_the_writer(request: 
         assert desk.broker.backlog("stock") == 3
         [stopped] = [event for event in desk.events if isinstance(event, events.ConsumerStopped)]
         assert stopped.released == 3
+
+
+class HalfOpen:
+    """A pool and its connection, which is lost without the client hearing of it: BEGIN is never answered."""
+
+    is_closed = False
+
+    async def acquire(self) -> HalfOpen:
+        return self
+
+    def transaction(self) -> HalfOpen:
+        return self
+
+    async def start(self) -> None:
+        await asyncio.Event().wait()
+
+    def terminate(self) -> None:
+        self.is_closed = True
+
+    async def release(self, _: HalfOpen) -> None: ...
+
+
+async def test_a_begin_that_is_never_answered_costs_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While other messages move on, nothing else would ever end it: it passes for one that waits in a queue."""
+    pool = HalfOpen()
+    monkeypatch.setattr(network, "BEGINNING", timedelta(milliseconds=50))
+    middleware = TransactionMiddleware("unused.db")
+    middleware.transactions = SQLTransactions(partial(network.AsyncpgLink, network.AsyncpgPool(pool)))
+
+    with pytest.raises(StoreTimeoutError, match="no transaction began") as caught:
+        async with asyncio.timeout(10):
+            await middleware(Message(topic="t", type="t", payload=b"{}"), Router())
+
+    assert caught.value.is_outage
+    assert pool.is_closed

@@ -20,6 +20,7 @@ from postroom import Consumer, Dispatcher, Message, Outbox, Router, Store, dispa
 from postroom.brokers import MemoryBroker
 from postroom.errors import StorePermissionError
 from postroom.middleware import transactional
+from postroom.store import ClaimTerms
 from postroom.stores import MySQLStore, PostgresStore
 from postroom.stores.redis import RedisStore
 from postroom.testing.waiting import until
@@ -29,6 +30,8 @@ from .test_transactions import MY, PG, asking
 
 PASSWORD = "letmein"  # noqa: S105 -- of a throw-away server
 PATIENCE = 60.0
+MOMENT = timedelta(milliseconds=1)
+MINUTE = timedelta(minutes=1)
 ALL = "SELECT, INSERT, UPDATE, DELETE"
 
 
@@ -273,6 +276,86 @@ async def test_a_handler_that_may_not_write_to_a_table_of_its_own_fails_its_mess
         await consumer.stop()
         await running
         await store.close()
+
+
+async def test_a_permission_that_one_handler_lacks_elsewhere_fails_its_message_alone(
+    request: pytest.FixtureRequest,
+) -> None:
+    """It asks another store for something, as a user who may not; all other handlers can go on."""
+    async with guest_of(PG, request, {"postroom_outbox_version": "SELECT"}) as guest:
+        other, told = guest.store(), list[events.Event]()
+        broker, router = MemoryBroker(), Router()
+        around = transactional(guest.owner, consumer="stock", max_attempts=2)
+        consumer = Consumer(
+            broker.subscribe("orders", group="stock"), router, around, listener=told.append, backoff=lambda _: MOMENT
+        )
+
+        @router.on("order.counted")
+        async def count() -> None:
+            await other.stats()
+
+        @router.on("order.placed")
+        async def reserve() -> None:
+            consumer.stop_soon()
+
+        await broker.publish([Message(topic="orders", type="order.counted", payload=b"{}")])
+        running = asyncio.create_task(consumer.run())
+        await until(lambda: broker.backlog("stock") == 0, "the message is dead", within=timedelta(seconds=PATIENCE))
+        assert not running.done()
+        await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+        async with asyncio.timeout(PATIENCE):
+            await running
+        await other.close()
+
+    [failed] = failures(told)
+    [dead] = [event for event in told if isinstance(event, events.DeadLettered)]
+    assert "permission denied" in failed.error
+    assert "permission denied" in dead.error
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+async def test_a_message_that_a_policy_keeps_out_of_the_outbox_fails_alone(
+    driver: str, request: pytest.FixtureRequest
+) -> None:
+    """PostgreSQL has one code for a row that row-level security refuses, and for a missing permission."""
+    async with guest_of(PG, request, dict.fromkeys(READING, ALL)) as guest:
+        for statement in (
+            "ALTER TABLE postroom_outbox ENABLE ROW LEVEL SECURITY",
+            "CREATE POLICY reading ON postroom_outbox FOR SELECT USING (true)",
+            "CREATE POLICY writing ON postroom_outbox FOR INSERT WITH CHECK (topic <> 'secret')",
+        ):
+            await asyncio.to_thread(guest.ask, statement)
+        told = list[events.Event]()
+        broker, router = MemoryBroker(), Router()
+        store = guest.store(driver=driver)
+        around = transactional(store, consumer="stock", max_attempts=None)
+        consumer = Consumer(
+            broker.subscribe("orders", group="stock"), router, around, listener=told.append, backoff=lambda _: MINUTE
+        )
+
+        @router.on("order.placed")
+        async def reserve(message: Message) -> Message:
+            if message.key == "last":
+                consumer.stop_soon()
+            return Message(topic="stock" if message.key else "secret", type="t", payload=b"{}")
+
+        await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+        running = asyncio.create_task(consumer.run())
+        await until(lambda: bool(failures(told)), "the failure", within=timedelta(seconds=PATIENCE))
+        await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}", key="last")])
+        async with asyncio.timeout(PATIENCE):
+            await running
+        await store.close()
+        claimed = await guest.owner.claim(10, ClaimTerms(worker=uuid4(), lease=MINUTE))
+
+    [failed] = failures(told)
+    assert "row-level security" in failed.error
+    assert broker.backlog("stock") == 1
+    assert [claim.message.topic for claim in claimed] == ["stock"]
+
+
+def failures(told: list[events.Event]) -> list[events.HandlingFailed]:
+    return [event for event in told if isinstance(event, events.HandlingFailed)]
 
 
 async def test_a_producer_that_may_not_add_is_told_what_to_grant(request: pytest.FixtureRequest) -> None:

@@ -76,6 +76,22 @@ def test_a_description_is_bounded() -> None:
     assert len(describe(ValueError("\x00" * 100_000))) == MAX_ERROR
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "(1062, \"Duplicate entry 'it's a-canary' for key 'PRIMARY'\")",
+        "(1366, \"Incorrect integer value: 'canary' for column `db`.`t`.`n` at row 1\")",
+        'duplicate key value violates unique constraint "k"\nDETAIL:  Key (name)=(canary) already exists.',
+    ],
+)
+def test_a_description_has_no_value_that_a_database_quotes(said: str) -> None:
+    """Payloads and keys are among them."""
+    shown = describe(ValueError(said))
+
+    assert "canary" not in shown
+    assert "PRIMARY" in shown or "column" in shown or "constraint" in shown
+
+
 def raised(error: Exception, cause: Exception | None = None) -> Exception:
     try:
         raise error from cause  # noqa: TRY301

@@ -1302,3 +1302,18 @@ async def test_a_transaction_of_the_outbox_wakes_after_its_commit(world: World) 
 
     assert (before, seen) == ([], [1])
     assert await world.rows() == [1]
+
+
+@pytest.mark.parametrize("kind", ["asyncpg", "psycopg"])
+async def test_an_error_that_may_pass_shows_no_row(kind: str, postgres_dsn: str) -> None:
+    """The server tells the row in lines of their own, and a text on one line would hide where they begin."""
+    store = PostgresStore(postgres_dsn, driver="psycopg" if kind == "psycopg" else "asyncpg")
+    refuse = "DO $$ BEGIN RAISE 'busy' USING ERRCODE = '40001', DETAIL = 'row (canary)'; END $$"
+
+    with pytest.raises(StoreContentionError) as caught:
+        async with store.transactions().begin() as transaction:
+            await transaction.connection.execute(refuse)
+
+    await store.close()
+    assert "busy" in str(caught.value)
+    assert "canary" not in str(caught.value)

@@ -288,5 +288,29 @@ async def test_an_index_is_built_while_a_long_transaction_writes(postgres: Postg
     assert limit == "20s"
 
 
+@pytest.mark.parametrize("index", ["postroom_outbox_ready", "postroom_outbox_dedupe"])
+async def test_an_index_that_was_dropped_is_built_again_while_others_write(postgres: PostgresRoom, index: str) -> None:
+    """Every producer would wait behind one that locks its table, for as long as the oldest transaction is open."""
+    await applied(postgres)
+    postgres.run(f"DROP INDEX {index}")
+    store = postgres.store()
+    building = (
+        "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%INDEX CONCURRENTLY%' AND wait_event_type = 'Lock'"
+    )
+    with transaction(postgres) as connection:
+        Outbox().add(connection, Message(topic="t", payload=b"{}"))
+        mending = asyncio.create_task(store.apply_schema())
+        await until(lambda: postgres.run(building)[0][0] > 0, "the build", within=timedelta(seconds=20))
+
+        async with asyncio.timeout(PATIENCE.total_seconds()):
+            await asyncio.to_thread(added, postgres)
+
+        assert not mending.done()
+    assert await mending is True
+    assert await store.check_schema() == []
+    assert await store.apply_schema() is False
+    await store.close()
+
+
 def shown(text: str) -> Script[object]:
     return (yield Statement(text, {}, returns=True)).rows[0][0]

@@ -346,7 +346,7 @@ class Consumer:
             failure = TimeoutError()  # something left a request to cancel behind, so the limit was not sure
         if work.is_expired and isinstance(failure, TimeoutError):
             failure = late(work.phase, self._limit)
-        if isinstance(failure, StorePermissionError):
+        if isinstance(failure, StorePermissionError) and not failure.is_of_handler:
             # It fails every message until it is granted, so that the consumer ends as it does for a wrong password.
             self._crash = self._crash or failure
             self._stop_reading()

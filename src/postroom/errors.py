@@ -477,6 +477,11 @@ class StoreAuthenticationError(StoreError):
 class StorePermissionError(StoreError):
     """The store refused a statement that its user may not run; grant what the message names."""
 
+    #: The table of ours that the statement was for, where a connection of the application refused it.
+    table: str | None = None
+    #: Whether a handler asked for it on its own account, so that only its message fails; set by `Router`.
+    is_of_handler: bool = False
+
 
 class StoreTimeoutError(StoreError):
     """The store did not answer in time; the connection was thrown away."""

@@ -9,7 +9,14 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias, TypeVar
 
 from .codec import Codec, JSONCodec, encoded, type_name
-from .errors import AlreadyStartedError, HandlerExistsError, HandlerRejectedError, InvalidMessageError, NoHandlerError
+from .errors import (
+    AlreadyStartedError,
+    HandlerExistsError,
+    HandlerRejectedError,
+    InvalidMessageError,
+    NoHandlerError,
+    StorePermissionError,
+)
 from .handler import Call, Handler, bound
 from .message import Message, drafted, uuid7
 
@@ -158,7 +165,12 @@ class Router:
             raise NoHandlerError(message.type)
         if route.match is not None and not route.match(message):
             raise HandlerRejectedError(message.type)
-        returned = await route.call(message)
+        try:
+            returned = await route.call(message)
+        except StorePermissionError as error:
+            # Refused for a table of ours, it would be for every other handler as well.
+            error.is_of_handler = error.table is None
+            raise
         if returned is None:
             return NONE
         return [self._message(output, route.topic or self._topic, message) for output in each(returned)]

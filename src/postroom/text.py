@@ -15,6 +15,9 @@ MAX_ERROR: Final = 2000
 
 # PostgreSQL shows the row that it refuses, and SQLAlchemy all parameters: payloads are among them.
 _ROWS: Final = re.compile(r"\n[\s|]*(DETAIL:|\[parameters:).*", re.DOTALL)
+# MySQL quotes the value that it refuses, and then names the key or the column.
+_VALUE: Final = re.compile(r"(Duplicate entry |[Ii]ncorrect [\w ]+ value: )'.*'(?= for (?:key|column) )", re.DOTALL)
+_HIDDEN: Final = r"\1'***'"
 # What Python itself writes on several lines; everything else is the text of an error.
 _FRAME: Final = re.compile(r'[\s|+-]*(File "|The above exception was |During handling of the above )')
 
@@ -57,7 +60,7 @@ def duration(length: timedelta) -> str:
 
 def without_rows(text: str) -> str:
     """Return the text of a database's error without the values that it quotes."""
-    return _ROWS.sub("", text)
+    return _VALUE.sub(_HIDDEN, _ROWS.sub("", text))
 
 
 def describe(error: BaseException) -> str:

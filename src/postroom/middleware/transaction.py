@@ -127,11 +127,14 @@ class TransactionMiddleware:
     ) -> bool:
         """Tell whether an error says nothing about the message.
 
-        What comes before its handler begins never does, nor does a missing permission. A connection that is lost while
-        it runs may be lost to an outage, or to the message itself, which then loses it every time.
+        What comes before its handler begins never does, nor does a missing permission, unless the handler itself needs
+        it. A connection that is lost while it runs may be lost to an outage, or to the message itself, which then loses
+        it every time.
         """
-        if transaction is None or transaction.is_preparing or isinstance(error, StorePermissionError):
+        if transaction is None or transaction.is_preparing:
             return True
+        if isinstance(error, StorePermissionError):
+            return not error.is_of_handler
         if isinstance(error, StoreContentionError | StoreTimeoutError):
             return False
         self._losses[message.id] = losses = self._losses.pop(message.id, 0) + 1

@@ -125,14 +125,17 @@ class Schema:
             if found is not None and found[0] > VERSION:
                 raise SchemaVersionError(self.dialect.names.table, found, (VERSION, STEP))
             due: list[Change] = []
-            for group in () if _is_enough(found) else _GROUPS:
-                due += yield from self._due(group)
+            for group in _GROUPS:
+                due += yield from self._due(group, is_enough=_is_enough(found))
         finally:
             yield from self.unlock()
         return due
 
-    def _due(self, group: Group) -> Script[list[Change]]:
-        changes = [change for step in self.steps for change in step if change.group == group]
+    def _due(self, group: Group, *, is_enough: bool = False) -> Script[list[Change]]:
+        steps = [change for step in self.steps for change in step if change.group == group]
+        added = {self.part(change) for change in steps}
+        repairs = [change for change in self.repairs(group) if is_enough or self.part(change) not in added]
+        changes = repairs if is_enough else [*steps, *repairs]
         table = next(iter(self.tables(group)))
         there = yield self.dialect.query(self.exists, **self._table(table))
         if not changes or not there.rows[0][0]:
@@ -140,6 +143,10 @@ class Schema:
         found = yield from self.describe(group)
         wanted = yield from self.wanted(group)
         return [change for change in changes if self._is_due(change, found, wanted)]
+
+    def repairs(self, group: Group) -> Sequence[Change]:
+        """Return what adds a part of tables that are in use once more, if it is gone; by default `mend` does."""
+        return ()
 
     def _is_due(self, change: Change, found: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
         part = self.part(change)

@@ -13,6 +13,7 @@ from ...errors import SchemaMissingError, StorePermissionError, TransactionAbort
 from ...inbox import Inbox
 from ...message import Message
 from ...outbox import Added, Addition, Outbox
+from ...text import without_rows
 from .decisions import answering
 from .dialect import Dialect
 from .dialects.mysql import MySQL
@@ -156,8 +157,14 @@ def explain(error: Exception, table: str) -> None:
         if code in _NO_TABLE or (isinstance(code, str) and code.startswith("no such table")):
             raise SchemaMissingError(table) from error
         if _is_denied(cause, code):
-            words = " ".join(str(cause).split())
-            raise StorePermissionError(f"{words}; {ADVICE[StorePermissionError]}") from error
+            raise _denial(cause, table) from error
+
+
+def _denial(cause: BaseException | None, table: str) -> StorePermissionError:
+    words = " ".join(without_rows(str(cause)).split())
+    denial = StorePermissionError(f"{words}; {ADVICE[StorePermissionError]}")
+    denial.table = table
+    return denial
 
 
 def _is_denied(cause: BaseException | None, code: object) -> bool:

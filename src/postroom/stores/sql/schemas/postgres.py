@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -16,6 +17,8 @@ __all__ = ["PostgresSchema"]
 
 #: How the description of an index ends whose creation failed or is not over yet.
 _INVALID: Final = "INVALID"
+#: What of the DDL can be built while others write.
+_INDEX: Final = re.compile(r"(?P<create>CREATE (UNIQUE )?INDEX) IF NOT EXISTS \{(?P<name>\w+)\} ON")
 _PARKED: Final = """{parked} ON {outbox} (namespace, destination, next_attempt_at, seq)
         WHERE status = 'pending' AND parked = token
         """
@@ -227,6 +230,22 @@ class PostgresSchema(Schema):
     def prepare(self) -> Sequence[str]:
         schema = self.dialect.names.schema
         return () if schema is None else (f'CREATE SCHEMA IF NOT EXISTS "{schema}"',)
+
+    def repairs(self, group: Group) -> Sequence[Change]:
+        """Build indexes that are gone without locking their tables, as `mend` would."""
+        found = ((text, _INDEX.search(text)) for text in self.ddl[group])
+        return [self._repair(group, text, match) for text, match in found if match is not None]
+
+    def _repair(self, group: Group, text: str, match: re.Match[str]) -> Change:
+        name = match["name"]
+        identifier = self.dialect.identifiers[name].strip('"')
+        return Change(
+            group=group,
+            part=f"index {identifier}",
+            texts=(text.replace(match["create"], f"{match['create']} CONCURRENTLY", 1),),
+            undo=f"DROP INDEX CONCURRENTLY IF EXISTS {{prefix}}{{{name}}}",
+            is_atomic=False,
+        )
 
     def take_time(self) -> Script[None]:
         yield self.dialect.query("SELECT set_config('statement_timeout', '0', true)")

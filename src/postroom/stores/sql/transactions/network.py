@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from abc import ABC, abstractmethod
+from datetime import timedelta
 from typing import Final
 
 from ....deadline import Limit, Within
@@ -33,10 +34,15 @@ _SAVEPOINT: Final = "postroom_nested"
 _TELLING: Final = {"asyncmy": "connected", "pymysql": "open"}
 
 
+#: How long a transaction may take to begin on a connection of the application's pool. One that is half open never
+#: answers, and while other messages move on, it passes for one that waits in a queue.
+BEGINNING: Final = timedelta(seconds=20)
+
+
 class Source(ABC):
     """Where connections come from and go to."""
 
-    #: How long a transaction may take to begin on a connection; None if the caller decides.
+    #: How long a transaction may take to begin on a connection; None for no limit.
     limit: Limit | None = None
 
     @abstractmethod
@@ -97,6 +103,7 @@ class AsyncpgPool(Source):
 
     def __init__(self, pool: Foreign) -> None:
         self.pool = pool
+        self.limit: Limit | None = Limit(BEGINNING)
 
     async def take(self) -> Foreign:
         """Acquire a connection."""
@@ -114,6 +121,7 @@ class PsycopgPool(Source):
 
     def __init__(self, pool: Foreign) -> None:
         self.pool = pool
+        self.limit: Limit | None = Limit(BEGINNING)
 
     async def take(self) -> Foreign:
         """Get a connection."""
@@ -131,6 +139,7 @@ class AsyncmyPool(Source):
 
     def __init__(self, pool: Foreign) -> None:
         self.pool = pool
+        self.limit: Limit | None = Limit(BEGINNING)
 
     async def take(self) -> Foreign:
         """Acquire a connection."""

@@ -16,6 +16,7 @@ from ....errors import (
     StoreUnavailableError,
     TransactionAbortedError,
 )
+from ....text import without_rows
 from ..errors import ADVICE, mysql_error, postgres_error, sqlite_error
 
 __all__ = [
@@ -98,7 +99,7 @@ def translated(error: BaseException, *, is_lost: bool = False) -> PostroomError 
         kind = StoreUnavailableError
     if kind in {StoreError, StorePermissionError}:  # the tables of a handler are its own; of ours, a writer tells
         return None
-    words = " ".join(str(cause).split())[:_SHOWN]
+    words = " ".join(without_rows(str(cause)).split())[:_SHOWN]
     said = f"{type(cause).__name__}: {words}"
     return kind(f"{said}; {ADVICE[kind]}" if kind in ADVICE else said)
 
