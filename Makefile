@@ -71,6 +71,10 @@ prove-tests: setup
 chaos: setup ## Break things under load and check every promise; SECONDS=60 STORE=postgres SEED=1 say how.
 	@$(BIN)/python -m chaos --store $(STORE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
+.PHONY: isolation
+isolation: setup ## Measure healthy messages beside destinations that are down, on every store; SECONDS=30 STORE=redis say how.
+	@$(BIN)/python -m tests.isolation.scenario $(if $(SECONDS),--seconds $(SECONDS)) $(if $(filter command line,$(origin STORE)),--store $(STORE))
+
 .PHONY: bench
 bench: $(VENV)/.bench ## Measure against bare commands and the peers; QUICK=1 takes three minutes, ONLY=postgres.add a part, BASE=<commit> compares with that commit.
 	$(BIN)/python -m bench $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(BASE),--base $(BASE))

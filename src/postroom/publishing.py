@@ -221,8 +221,9 @@ class Publishing:
             each.gate.leave(destination, is_answered=called is not None and called.answer is not None)
 
     def is_hanging(self, destination: str) -> bool:
-        """Tell whether a destination keeps others waiting with calls that hang."""
-        return isinstance(self._publisher, Each) and self._publisher.gate.is_hogged_by(destination)
+        """Tell whether calls to a destination hang that keep others waiting."""
+        is_hogging = isinstance(self._publisher, Each) and self._publisher.gate.is_hogged_by(destination)
+        return is_hogging or self.slots.is_stuck(destination)
 
     # -- batches -----------------------------------------------------------------------------------------------
 

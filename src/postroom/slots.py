@@ -11,7 +11,7 @@ __all__ = ["STUCK", "UnprovenSlots"]
 
 #: How many calls one destination that has not answered yet has under way: enough to tell that it is down.
 FOR_ONE = 3
-#: After how many seconds in which none of the calls under way has ended they count as stuck.
+#: After how many seconds in which none of them has ended calls count as stuck.
 STUCK = 0.5
 
 
@@ -21,7 +21,14 @@ class _Lane:
 
     members: int = 0
     used: int = 0
+    #: When the last of its calls began or ended.
+    moved_at: float = 0.0
     waiting: deque[asyncio.Future[bool]] = field(default_factory=deque[asyncio.Future[bool]])
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has all the slots that it may have, and none of its calls ends."""
+        return self.used >= FOR_ONE and time.monotonic() - self.moved_at > STUCK
 
     def next(self) -> asyncio.Future[bool] | None:
         """Return the message that waits longest, if one waits and may have a slot."""
@@ -47,7 +54,7 @@ class UnprovenSlots:
         self._is_newest_turn = False
         self._used = 0
         self._members = 0
-        self._ended_at = 0.0
+        self._moved_at = 0.0
 
     def __bool__(self) -> bool:
         """Tell whether any message has or waits for a slot."""
@@ -56,10 +63,15 @@ class UnprovenSlots:
     @property
     def has_room(self) -> bool:
         """Whether another destination may come in now."""
-        return self._members < self._max_members and not self._is_stuck()
+        return self._members < self._max_members and not self._are_stuck()
 
-    def _is_stuck(self) -> bool:
-        return self._used > 0 and time.monotonic() - self._ended_at > STUCK
+    def _are_stuck(self) -> bool:
+        return self._used >= self._slots and time.monotonic() - self._moved_at > STUCK
+
+    def is_stuck(self, destination: str) -> bool:
+        """Tell whether the calls of a destination hang, so that more of them would tell nothing."""
+        lane = self._lanes.get(destination)
+        return lane is not None and lane.is_stuck
 
     def join(self, destination: str) -> bool:
         """Let another message of a destination wait for a slot; return False if there is no room for it.
@@ -67,7 +79,8 @@ class UnprovenSlots:
         A destination that is alone takes no room from others: the backlog of one topic is not parked at the start.
         """
         is_alone = len(self._lanes) == 1 and destination in self._lanes
-        if self._is_stuck() or (self._members >= self._max_members and not is_alone):
+        is_full = self._members >= self._max_members and not is_alone
+        if is_full or self._are_stuck() or self.is_stuck(destination):
             return False
         self._lanes.setdefault(destination, _Lane()).members += 1
         self._members += 1
@@ -98,16 +111,16 @@ class UnprovenSlots:
             raise
 
     def _take(self, lane: _Lane) -> None:
-        if not self._used:
-            self._ended_at = time.monotonic()  # nothing was under way that could have been stuck
         lane.used += 1
         self._used += 1
+        self._moved_at = lane.moved_at = time.monotonic()
 
     def release(self, destination: str) -> None:
         """Give a slot back, to the next message that waits for one."""
-        self._lanes[destination].used -= 1
+        lane = self._lanes[destination]
+        lane.used -= 1
         self._used -= 1
-        self._ended_at = time.monotonic()
+        self._moved_at = lane.moved_at = time.monotonic()
         for _ in range(len(self._queue)):
             if self._used >= self._slots:
                 return

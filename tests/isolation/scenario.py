@@ -1,27 +1,31 @@
 """Healthy messages beside destinations that are down: what is delivered, how late, and how often is probed.
 
-Run by itself it prints a table: ``python -m tests.isolation.scenario [memory|sqlite|URL] [seconds] [rows]``.
+``make isolation`` prints a table of all stores, on servers that it starts itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
+from chaos.run import server_of
 from postroom import Dispatcher, Message, Outbox
 from postroom.errors import BrokerUnavailableError
 from postroom.store import Store
 from postroom.stores import MemoryStore, SQLStore, open_url
+from postroom.testing.server import SqlServer
 from postroom.testing.waiting import until
 from postroom.transaction import transactions_of
 
@@ -31,6 +35,9 @@ Add: TypeAlias = Callable[[Sequence[Message]], Awaitable[None]]
 
 TOPIC = "orders"
 CHUNK = 5_000
+#: The goals: p99 with a fault over p99 without, and probes in any second.
+MAX_RATIO = 2.0
+MAX_PROBES = 20
 
 
 @dataclass(slots=True)
@@ -63,6 +70,7 @@ class Scenario:
     rate: int = 10
     rows: int = 100_000
     destinations: int = 5_000
+    publish_timeout: timedelta = timedelta(seconds=5)
     figures: Figures = field(default_factory=Figures)
     _begun: dict[Any, float] = field(default_factory=dict[Any, float])
     _tried: Counter[str] = field(default_factory=Counter[str])
@@ -71,7 +79,13 @@ class Scenario:
         """Run, and return the figures once every healthy message was delivered."""
         await self._prepare()
         gc.disable()  # rows in memory stand for a database, which nothing would collect
-        dispatcher = Dispatcher(self.store, self._send, listener=lambda _: None, publish_timeout=timedelta(seconds=5))
+        dispatcher = Dispatcher(
+            self.store,
+            self._send,
+            listener=lambda _: None,
+            publish_timeout=self.publish_timeout,
+            lease=max(2 * self.publish_timeout, timedelta(seconds=30)),
+        )
         running = asyncio.create_task(dispatcher.run())
         try:
             await asyncio.sleep(2)
@@ -156,25 +170,55 @@ async def measured(make: Callable[[], Store], fault: Fault, **options: Any) -> F
         await beside.close()
 
 
-async def main() -> None:
-    """Print a table."""
-    where, seconds, rows = [*sys.argv[1:], *["memory", "30", "100000"][len(sys.argv) - 1 :]]
-    print("fault     added delivered  p50 ms  p99 ms  max ms  probes  probes/s", flush=True)  # noqa: T201
-    faults: list[Fault] = ["none", "keys", "backlog", "many"]
-    for number, fault in enumerate(faults):
-        with tempfile.TemporaryDirectory() as folder:
-            url = f"sqlite:///{Path(folder) / 'outbox.db'}" if where == "sqlite" else where
-            make: Callable[[], Store] = (
-                MemoryStore if where == "memory" else partial(open_url, url, namespace=f"run-{time.time_ns()}-{number}")
-            )
-            figures = await measured(make, fault, seconds=float(seconds), rows=int(rows))
-        times = [figures.quantile(share) * 1000 for share in (0.5, 0.99, 1.0)]
+@contextmanager
+def places() -> Iterator[Iterator[tuple[str, str]]]:
+    """Yield the name and the URL of every kind of store, on servers that run until the end."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
+
+        def opened() -> Iterator[tuple[str, str]]:
+            yield "memory", ""
+            yield "sqlite", f"sqlite:///{Path(folder) / 'outbox.db'}"
+            for name in ("postgres", "mariadb", "redis"):
+                server = servers.enter_context(server_of(name))
+                yield name, server.create_database("isolation") if isinstance(server, SqlServer) else server.dsn
+
+        yield opened()
+
+
+async def report(store: str, url: str, seconds: float) -> bool:
+    """Print a line for each fault; return whether all of them keep the goals."""
+    usual, is_good = 0.0, True
+    for fault in get_args(Fault):
+        namespace = f"isolation-{time.time_ns()}"
+        figures = await measured(
+            partial(open_url, url, namespace=namespace) if url else MemoryStore, fault, seconds=seconds
+        )
+        usual = usual or figures.quantile(0.99)
+        ratio = figures.quantile(0.99) / usual
+        is_kept = ratio <= MAX_RATIO and figures.most_probes <= MAX_PROBES
+        is_good = is_good and is_kept
         print(  # noqa: T201
-            f"{fault:9} {figures.added:5} {len(figures.latencies):9} {times[0]:7.1f} {times[1]:7.1f} {times[2]:7.1f}"
-            f" {len(figures.probes):7} {figures.most_probes:9}",
+            f"{store:9}{fault:9}{len(figures.latencies):5} of {figures.added:4}"
+            f"{figures.quantile(0.5) * 1000:9.1f}{figures.quantile(0.99) * 1000:9.1f}{ratio:7.2f}"
+            f"{figures.most_probes:10}   {'ok' if is_kept else 'MISSED'}",
             flush=True,
         )
+    return is_good
+
+
+def main() -> int:
+    """Print a table of all stores, or of those named, and fail if a goal is missed."""
+    parser = argparse.ArgumentParser(prog="make isolation", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long healthy messages are added")
+    parser.add_argument("--store", help="only this one: memory, sqlite, postgres, mariadb or redis")
+    chosen = parser.parse_args()
+    print("store    fault     delivered   p50 ms   p99 ms  ratio  probes/s", flush=True)  # noqa: T201
+    with places() as found:
+        kept = [
+            asyncio.run(report(store, url, chosen.seconds)) for store, url in found if chosen.store in {None, store}
+        ]
+    return 0 if all(kept) else 1
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(main())
