@@ -38,6 +38,7 @@ from postroom.events import Event, MessagesDelivered, Repaired
 from postroom.outbox import Added
 from postroom.store import Claim, ClaimTerms, Dead, Delivered, Outcome, Release, Retry, Settlement
 from postroom.stores.redis import RedisStore
+from postroom.stores.redis.client import Client
 from postroom.stores.redis.keys import Keys
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.faults import FaultProxy
@@ -683,3 +684,16 @@ async def test_the_command_line_delivers_and_counts(shop: Shop, tmp_path: Path) 
 async def cli(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "postroom.cli", *words]
     return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+
+
+async def test_a_write_to_a_lost_transport_is_told_as_a_lost_connection() -> None:
+    """In Python 3.12 asyncio fails with an AttributeError, which would end a dispatcher."""
+    client, no_loop = Client("redis://127.0.0.1:1", timeout=timedelta(seconds=5)), None
+
+    async def call(name: str) -> None:
+        getattr(no_loop, name)
+
+    with pytest.raises(StoreUnavailableError, match="connection lost"):
+        await client.call(call("_add_writer"))
+    with pytest.raises(AttributeError):
+        await client.call(call("misspelt"))

@@ -292,12 +292,14 @@ async def chaos(folder: Path, variant: str | None) -> set[str]:
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(900)
 async def test_the_sound_library_survives_chaos(tmp_path: Path) -> None:
     """G13: what catches variants below passes here."""
     assert await chaos(tmp_path, None) == set()
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", names(Chaos))
 async def test_chaos_catches(name: str, tmp_path: Path) -> None:
     """G13: the check that is meant for it says what is wrong."""

@@ -16,7 +16,7 @@ except ImportError as _error:
     raise MissingExtraError("redis", "redis") from _error
 
 from .addresses import connect, hang_up, place
-from .errors import translated
+from .errors import is_of_lost_transport, translated
 
 __all__ = ["Client", "connected"]
 
@@ -130,6 +130,10 @@ class Client:
         # A cluster that cannot be reached is told by an error that is none of the library's other ones.
         except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, EOFError) as error:
             raise self.told(error) from error
+        except AttributeError as error:
+            if not is_of_lost_transport(error):
+                raise
+            raise self.told(ConnectionResetError("connection lost")) from error
 
     def told(self, error: BaseException) -> StoreError:
         """Return our error for one of the library's."""

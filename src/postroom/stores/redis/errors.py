@@ -14,7 +14,7 @@ from ...errors import (
     StoreUnavailableError,
 )
 
-__all__ = ["translated"]
+__all__ = ["is_of_lost_transport", "translated"]
 
 #: What the server answers with when it cannot do anything now, or will not let us.
 _KINDS: Final[Mapping[str, type[StoreError]]] = {
@@ -69,6 +69,11 @@ _WORDS: Final[Mapping[str, str]] = {
 
 #: What servers answer when a script calls a command that its user may not run; they leave out the word.
 _REFUSED_IN_SCRIPT: Final = ("ACL failure in script", "user executing the script can't run this command")
+
+
+def is_of_lost_transport(error: AttributeError) -> bool:
+    """Tell whether asyncio of Python 3.12 wrote to a transport that had lost its connection, and failed over it."""
+    return error.obj is None and error.name == "_add_writer"
 
 
 def translated(error: BaseException, place: str) -> StoreError:
