@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from datetime import timedelta
+from uuid import uuid4
 
 import pytest
 
 from postroom import Claim, ClaimTerms, Delivered, Dispatcher, Message, Outbox, Outcome, Settlement
 from postroom import events as ev
 from postroom.chunk import CALM, Chunk
+from postroom.claiming import MAX_FREE_RUNS, Claimed, Claiming
+from postroom.custody import Custody
 from postroom.errors import ConfigurationError, StoreTimeoutError
 from postroom.stores import MemoryStore
 from postroom.testing.waiting import until
@@ -199,3 +202,53 @@ async def test_functions_hold_no_more_bytes_than_batches() -> None:
 def test_a_limit_of_no_bytes_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="batch_bytes"):
         Dispatcher(MemoryStore(), accept, batch_bytes=0)
+
+
+def _claimed(count: int, *, newest_first: bool = False) -> Claimed:
+    claims = [Claim(Message(topic="t", payload=b"")) for _ in range(count)]
+    return Claimed(claims, began_idle=False, newest_first=newest_first)
+
+
+def test_a_few_messages_that_can_be_sent_do_not_end_the_care_for_a_backlog() -> None:
+    """Messages with and without keys are claimed by turns: what is said of the ones says nothing of the others."""
+    claiming = _claiming(500)
+    claiming.report(_claimed(500), sent=0)
+    for _ in range(20):
+        claiming.report(_claimed(1), sent=1)
+        claiming.report(_claimed(31), sent=0)
+        assert claiming.is_clogged
+
+    for _ in range(MAX_FREE_RUNS):
+        claiming.report(_claimed(1), sent=1)
+    assert not claiming.is_clogged
+
+
+def test_many_messages_that_can_be_sent_end_the_care_for_a_backlog() -> None:
+    claiming = _claiming(500)
+    claiming.report(_claimed(500), sent=0)
+    claiming.report(_claimed(31, newest_first=True), sent=31)
+    assert claiming.is_clogged, "there may be a backlog behind the newest"
+
+    claiming.report(_claimed(31), sent=31)
+
+    assert not claiming.is_clogged
+
+
+async def test_only_a_claim_that_begins_with_the_newest_sees_what_was_added_behind_a_backlog() -> None:
+    claiming = _claiming(500)
+    assert claiming.begin(1, lambda _: False)
+    await claiming.next()
+    claiming.report(_claimed(500), sent=0)
+
+    seen = []
+    for _ in range(4):
+        seen.append(claiming.begin(1, lambda _: False))
+        seen.append((await claiming.next()).newest_first)
+
+    assert seen == [True, True, False, False] * 2
+
+
+def _claiming(batch: int) -> Claiming:
+    store, terms = MemoryStore(), ClaimTerms(worker=uuid4())
+    custody = Custody(store, terms.lease, lambda _: None, chunk=batch)
+    return Claiming(store, terms, custody, lambda _: None, batch, asyncio.Event())

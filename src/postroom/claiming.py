@@ -20,6 +20,8 @@ __all__ = ["Claimed", "Claiming"]
 #: How small a part of a batch is claimed while most of it has to wait, and how few messages at the least.
 CLOGGED_SHARE = 16
 CLOGGED_LEAST = 10
+#: After how many small claims that could be sent there is no backlog any more.
+MAX_FREE_RUNS = 5
 
 
 class Claimed(NamedTuple):
@@ -47,22 +49,29 @@ class Claiming:
         self._size = Chunk(batch)
         #: Whether most of what was claimed last had to wait.
         self.is_clogged: bool = False
-        self._clogged_batch = batch
+        #: How much is claimed then, by whether it begins with the newest.
+        self._clogged_batch = {False: batch, True: batch}
         self._newest_first = False
+        #: How many claims from the oldest on could be sent since the last that had to wait.
+        self._free_runs = 0
 
     def __len__(self) -> int:
         """Return how many claims are under way."""
         return len(self._under_way)
 
     def begin(self, wanted: int, is_crowded: Callable[[int], bool]) -> bool:
-        """Have one claim under way, or more unless it is crowded with those; tell whether another was begun."""
-        begun = False
+        """Have one claim under way, or more unless it is crowded with those.
+
+        Return whether one was begun that sees what was added last: behind a backlog only every other does.
+        """
+        sees_newest = False
         while len(self) < wanted and not (self and is_crowded(len(self))):
-            claiming = asyncio.create_task(self._claim())
+            self._newest_first = self.is_clogged and not self._newest_first
+            claiming = asyncio.create_task(self._claim(self._newest_first))
             claiming.add_done_callback(lambda _: self._answered.set())
             self._under_way.append(claiming)
-            begun = True
-        return begun
+            sees_newest = sees_newest or self._newest_first or not self.is_clogged
+        return sees_newest
 
     async def next(self) -> Claimed:
         """Wait for the first claim that is answered, be it one that was begun meanwhile."""
@@ -86,15 +95,21 @@ class Claiming:
         Behind a backlog that has to wait there may be messages that can be sent. So while most of what comes has to
         wait, every other claim begins with the newest, and all are small, to be done with soon.
         """
-        is_clogged = len(claimed.claims) > 2 * sent
-        self.is_clogged = is_clogged or (self.is_clogged and claimed.newest_first)
-        smallest = max(self._batch // CLOGGED_SHARE, min(self._batch, CLOGGED_LEAST))
-        self._clogged_batch = smallest if is_clogged else min(self._clogged_batch * 2, self._batch)
+        newest_first, size = claimed.newest_first, len(claimed.claims)
+        least = min(self._batch, CLOGGED_LEAST)
+        if size > 2 * sent:
+            self.is_clogged, self._free_runs = True, 0
+            self._clogged_batch[newest_first] = least if newest_first else max(self._batch // CLOGGED_SHARE, least)
+            return
+        self._clogged_batch[newest_first] = min(self._clogged_batch[newest_first] * 2, self._batch)
+        if not newest_first:
+            # A few messages may be all that were due of one kind, while the backlog is of another.
+            self._free_runs += 1
+            self.is_clogged = self.is_clogged and size < least and self._free_runs < MAX_FREE_RUNS
 
-    async def _claim(self) -> Claimed:
+    async def _claim(self, newest_first: bool) -> Claimed:  # noqa: FBT001 -- as below
         """Claim a batch into custody."""
         began_idle, granted = not self._custody, time.monotonic()
-        newest_first = self._newest_first = self.is_clogged and not self._newest_first
         call = partial(self._size.call, partial(self._claim_some, newest_first))
         claims = await persist("claim", call, self._tell, until=self._stop) or []
         if claims:
@@ -104,7 +119,7 @@ class Claiming:
 
     async def _claim_some(self, newest_first: bool, limit: int) -> list[Claim]:  # noqa: FBT001 -- for a partial
         if self.is_clogged:
-            limit = min(limit, self._clogged_batch)
+            limit = min(limit, self._clogged_batch[newest_first])
         terms = self._terms
         if newest_first or self._size.size < self._batch:
             max_bytes = None if terms.max_bytes is None else self._size.share(terms.max_bytes)

@@ -306,13 +306,13 @@ class Dispatcher:
         try:
             while not self._stopping.is_set():
                 await self._room()
-                self._begin_claims(2 if is_busy else 1)
+                self._begin_claims(2 if is_busy and not self._claiming.is_clogged else 1)
                 claimed = await self._claiming.next()
                 is_busy = self._claiming.is_full(claimed)
                 if claimed.claims:
                     await self._start(claimed)
                     self._idle = SHORTEST_IDLE
-                    if self._claiming.is_clogged and not claimed.newest_first:
+                    if self._claiming.is_clogged and not (self._claiming or claimed.newest_first):
                         await self._rest()  # to park a backlog must not take the store from those who add
                 elif self._claiming:
                     continue
@@ -331,7 +331,7 @@ class Dispatcher:
     def _begin_claims(self, wanted: int) -> None:
         """Have a claim under way, and a second one while there is much to do, so that the store need not wait."""
         if self._claiming.begin(wanted, self._is_crowded):
-            self._woken.clear()  # whatever it was set for, this claim will see
+            self._woken.clear()  # whatever it was set for, that claim will see
 
     async def _room(self) -> None:
         """Wait until another batch may be under way."""
