@@ -106,8 +106,8 @@ SENTENCES = [
         "the backoff function failed, so the default backoff is used: KeyError: 11",
     ),
     (
-        events.WakeUpFailed("OSError: gone"),
-        "the wake-up after a commit failed; polling will find the messages: OSError: gone",
+        events.CallbackFailed("OSError: gone"),
+        "a callback after a commit failed; the commit stands, and polling finds its messages: OSError: gone",
     ),
     (events.ListenerFailed("Claimed", "KeyError: 'x'"), "a listener failed on Claimed: KeyError: 'x'"),
 ]

@@ -324,7 +324,7 @@ def test_a_wake_up_that_fails_is_one_warning(plain: Plain) -> None:
     for _ in range(50):
         hint(lambda: forging(None))
 
-    is_one_warning(plain, "the wake-up after a commit failed; polling will find the messages: ")
+    is_one_warning(plain, "a callback after a commit failed; the commit stands, and polling finds its messages: ")
 
 
 async def test_listeners_are_told_of_functions_that_fail() -> None:

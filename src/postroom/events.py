@@ -18,6 +18,7 @@ __all__ = [
     "BackoffFailed",
     "BreakerClosed",
     "BreakerOpened",
+    "CallbackFailed",
     "Claimed",
     "ClockJumpedBack",
     "ConsumerFailed",
@@ -48,7 +49,6 @@ __all__ = [
     "StoreFailed",
     "StoreRecovered",
     "Swept",
-    "WakeUpFailed",
     "guarded",
     "log_event",
 ]
@@ -402,11 +402,11 @@ class BackoffFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class WakeUpFailed(Event):
-    """A wake-up after a commit raised an error; it is logged, since a producer has no listener."""
+class CallbackFailed(Event):
+    """A callback after a commit raised an error, such as a wake-up; it is logged, since a producer has no listener."""
 
     level = logging.WARNING
-    text = "the wake-up after a commit failed; polling will find the messages: %(error)s"
+    text = "a callback after a commit failed; the commit stands, and polling finds its messages: %(error)s"
     error: str
     exception: BaseException | None = field(default=None, compare=False, repr=False)
 

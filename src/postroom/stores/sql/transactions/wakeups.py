@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
-from ....events import WakeUpFailed, guarded, log_event
+from ....events import CallbackFailed, guarded, log_event
 from ....text import describe
 
 __all__ = ["Wake", "hint", "hint_after_commit"]
@@ -25,7 +25,7 @@ def hint(wake: Wake) -> None:
     try:
         wake()
     except Exception as error:  # noqa: BLE001 -- whatever a function of the user raises is reported
-        _tell(WakeUpFailed(describe(error), error))
+        _tell(CallbackFailed(describe(error), error))
 
 
 def hint_after_commit(session: Foreign, wake: Wake) -> None:
