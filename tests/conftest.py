@@ -5,6 +5,8 @@ from __future__ import annotations
 import coverage
 import pytest
 
+from postroom.events import log_event
+
 from .worlds import REDIS_URLS, TIERS, is_proof, is_quick
 
 _LEFT_OUT = pytest.StashKey[int]()
@@ -47,6 +49,12 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
     count = config.stash.get(_LEFT_OUT, 0)
     tier = config.getoption("--tier")
     return f"tier {tier}: {count} tests left out; --tier prove runs all" if count else None
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log() -> None:
+    """Let no test see what the log has held back of the tests before it."""
+    log_event.flush()
 
 
 @pytest.fixture(params=REDIS_URLS)

@@ -208,7 +208,6 @@ def test_only_failures_are_collapsed() -> None:
 
 
 def test_the_log_says_how_many_there_were(caplog: pytest.LogCaptureFixture) -> None:
-    events.log_event.flush()  # what other tests have left
     caplog.clear()
     with caplog.at_level(logging.WARNING, "postroom"):
         for _ in range(42):

@@ -148,7 +148,6 @@ def test_no_field_of_an_event_reaches_the_log_with_control_characters(event: Eve
 @pytest.fixture
 def stream() -> Iterator[StringIO]:
     """What a handler with a formatter of the documentation writes."""
-    log_event.flush()  # what other tests have left
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield StringIO()

@@ -33,7 +33,6 @@ from postroom import (
 )
 from postroom.brokers import MemoryBroker
 from postroom.errors import BrokerUnavailableError, RejectError
-from postroom.events import log_event
 from postroom.middleware import LogMiddleware
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
 from postroom.testing.waiting import until
@@ -61,7 +60,6 @@ class Everything(logging.Handler):
 
 @pytest.fixture
 def logged() -> Iterator[Everything]:
-    log_event.flush()  # what other tests have left
     handler, root, ours = Everything(), logging.getLogger(), logging.getLogger("postroom")
     root.addHandler(handler)
     ours.setLevel(logging.DEBUG)

@@ -57,7 +57,6 @@ class Plain:
 
 @pytest.fixture
 def plain() -> Iterator[Plain]:
-    log_event.flush()  # what other tests have left
     log, logger = Plain(), logging.getLogger("postroom")
     before = logger.level
     logger.addHandler(log.handler)

@@ -41,7 +41,6 @@ from postroom.errors import (
     UnknownConnectionError,
     UnsupportedDatabaseError,
 )
-from postroom.events import log_event
 from postroom.message import validate
 from postroom.stores import MemoryStore, SQLiteStore, SQLStore, open_url
 from postroom.testing.clients import MariaDBClient, PostgresClient
@@ -623,7 +622,6 @@ def test_a_wake_up_that_fails_does_not_fail_the_commit(sqlite_path: Path, caplog
     def broken() -> None:
         raise RuntimeError("the dispatcher is gone")
 
-    log_event.flush()  # what other tests have left
     with session_on(sqlite_path) as session, caplog.at_level(logging.WARNING, logger="postroom"):
         Outbox(wake=broken).add(session, {"n": 1}, topic="t")
         session.commit()

@@ -46,7 +46,6 @@ from postroom.errors import (
     TransactionClosedError,
     UnknownConnectionError,
 )
-from postroom.events import log_event
 from postroom.handler import bound
 from postroom.middleware import TransactionMiddleware
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
@@ -428,7 +427,6 @@ async def test_a_callback_that_fails_is_logged_and_the_others_are_called(
     seen: list[int] = []
     await asyncio.to_thread(sqlite_path.touch)
 
-    log_event.flush()  # what other tests have left
     with caplog.at_level(logging.WARNING, "postroom"):
         async with transactions_for(sqlite_path).begin() as transaction:
             transaction.after_commit(lambda: 1 / 0)
