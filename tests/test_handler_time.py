@@ -385,3 +385,50 @@ async def test_a_begin_that_is_never_answered_costs_no_attempt(monkeypatch: pyte
 
     assert caught.value.is_outage
     assert pool.is_closed
+
+
+async def test_a_handler_that_hands_messages_on_has_its_time_but_once(request: pytest.FixtureRequest) -> None:
+    """Each of them begins a transaction of its own, which waits for a connection and then runs."""
+    async with shop_on(LITE, request) as shop:
+        inner, handed_on = Router(), 0
+
+        @inner.on("order.placed")
+        async def reserve(number: int) -> None:
+            nonlocal handed_on
+            handed_on += 1
+            await asyncio.sleep(0.05)
+
+        hand_on = partial(TransactionMiddleware(shop.store), call_next=inner)
+        desk = Desk()
+
+        @desk.router.on("order.placed")
+        async def split(message: Message) -> None:
+            while True:
+                await hand_on(message)
+
+        async with desk.open():
+            await desk.put(1)
+            await until(lambda: bool(desk.failures()), "the handler is out of time", within=LONG)
+
+        assert desk.failures()[0][2].startswith("TimeoutError: the handler did not end within")
+        assert handed_on > 0
+
+
+async def test_another_time_limit_counts_again_when_a_transaction_is_repeated() -> None:
+    """It is switched off for COMMIT, which may fail by contention; then the handler runs once more."""
+    async with asyncio.timeout(3600) as expiry:
+        until_then = expiry.when()
+        work = deadline.Within(deadline.Limit(LONG))
+        work.excuse(expiry)
+        work.wait()
+        work.run()
+        work.commit()
+        assert expiry.when() is None
+        work.run()
+        assert expiry.when() is None, "it may have been committed"
+
+        work.wait()
+        await asyncio.sleep(0)
+
+        assert expiry.when() == until_then
+        work.end()

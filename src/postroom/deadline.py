@@ -138,7 +138,7 @@ class Within(Untimed):
     It is a context manager too; where every microsecond counts, `move` and `end` are called instead.
     """
 
-    __slots__ = ("_before", "_excused", "_limit", "_loop", "_task", "due", "is_expired", "phase")
+    __slots__ = ("_before", "_excused", "_excused_until", "_limit", "_loop", "_task", "due", "is_expired", "phase")
 
     def __init__(self, limit: Limit) -> None:
         """Begin to count the time."""
@@ -149,6 +149,8 @@ class Within(Untimed):
         #: What it does; what it did when its time was over, once it was.
         self.phase: Phase = Phase.RUNNING
         self._excused: asyncio.Timeout | None = None
+        #: When the excused time limit was to end, while it is switched off.
+        self._excused_until: float | None = None
         task = asyncio.current_task(limit.loop) or asyncio.current_task()
         if task is None:
             raise RuntimeError("a time limit needs a task that it can cancel")
@@ -168,6 +170,9 @@ class Within(Untimed):
     def wait(self) -> None:
         """Wait for others from now on, for as long as their queue moves."""
         self._enter(Phase.WAITING, self._limit.stalled)
+        if self._excused is not None and self._excused_until is not None and not self._excused.expired():
+            self._excused.reschedule(self._excused_until)  # nothing was committed, and the handler runs again
+            self._excused_until = None
 
     def run(self) -> None:
         """Begin to run, with the whole time of a handler; may be called from any thread."""
@@ -179,6 +184,7 @@ class Within(Untimed):
         """Commit from now on: what is stored must not be reported as late."""
         self._enter(Phase.COMMITTING, COMMITTING)
         if self._excused is not None and not self._excused.expired():
+            self._excused_until = self._excused.when()
             self._excused.reschedule(None)
 
     def _enter(self, phase: Phase, seconds: float) -> None:

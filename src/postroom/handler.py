@@ -61,6 +61,12 @@ def bound(handler: Handler, codec: Codec) -> Call:
     return on_thread
 
 
+def is_on_thread(handler: Handler) -> bool:
+    """Tell whether a handler is a plain function, which runs on a thread."""
+    function = _innermost(handler)
+    return not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function))
+
+
 def payload_type(handler: Handler) -> Any:  # noqa: ANN401 -- a type, or what typing has beside types
     """Return what a handler wants the payload to be, None if it does not want it."""
     kinds = _kinds(handler)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias, TypeVar
 
 from .codec import Codec, JSONCodec, encoded, type_name
+from .deadline import UNTIMED, clock
 from .errors import (
     AlreadyStartedError,
     HandlerExistsError,
@@ -17,7 +18,7 @@ from .errors import (
     NoHandlerError,
     StorePermissionError,
 )
-from .handler import Call, Handler, bound
+from .handler import Call, Handler, bound, is_on_thread
 from .message import Message, drafted, uuid7
 
 __all__ = ["Match", "Router"]
@@ -69,6 +70,7 @@ class _Route:
     call: Call
     match: Matcher | None
     topic: str | None
+    is_on_thread: bool
 
 
 class Router:
@@ -146,7 +148,7 @@ class Router:
             raise AlreadyStartedError(f"a handler of {name!r} was added to a router")
         if name in self._routes:
             raise HandlerExistsError(name)
-        self._routes[name] = _Route(bound(handler, self._codec), match, topic)
+        self._routes[name] = _Route(bound(handler, self._codec), match, topic, is_on_thread(handler))
 
     def start(self) -> None:
         """Take no more handlers."""
@@ -165,12 +167,17 @@ class Router:
             raise NoHandlerError(message.type)
         if route.match is not None and not route.match(message):
             raise HandlerRejectedError(message.type)
+        # What a handler hands on itself is on its own time, and must not start that anew.
+        timing = None if route.is_on_thread or clock.get() is UNTIMED else clock.set(UNTIMED)
         try:
             returned = await route.call(message)
         except StorePermissionError as error:
             # Refused for a table of ours, it would be for every other handler as well.
             error.is_of_handler = error.table is None
             raise
+        finally:
+            if timing is not None:
+                clock.reset(timing)
         if returned is None:
             return NONE
         return [self._message(output, route.topic or self._topic, message) for output in each(returned)]
