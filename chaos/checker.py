@@ -14,8 +14,8 @@ __all__ = ["CHECKS", "Violation", "blocked_ids", "check", "duplicates"]
 
 #: Of which no attempt is spent, the second only if the destination answered for nothing else meanwhile.
 _OUTAGE: Final = frozenset({"outage", "unanswered"})
-#: What a destination answers that is not down.
-_ANSWERED: Final = frozenset({"delivered", "refused", "rejected"})
+#: What shows a dispatcher that a destination is not down; an error of a publisher that is no outage does, too.
+_ANSWERED: Final = frozenset({"delivered", "refused", "rejected", "panic"})
 #: How many nanoseconds later than its dispatcher a publisher may see a call begin.
 _MOMENT: Final = 100_000_000
 #: More than any healthy dispatcher of this size needs.
