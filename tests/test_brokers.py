@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import fcntl
+import gc
 import io
 import json
 import os
@@ -433,21 +434,26 @@ async def test_a_reader_that_waits_does_not_keep_the_loop_busy() -> None:
 
 async def test_the_cost_of_a_message_does_not_grow_with_what_waits() -> None:
     """G11: ten times the backlog takes about ten times as long, with keys, without, and with many groups beside."""
-    times: list[float] = []
-    for count in (500, 5000):
-        broker = MemoryBroker()
-        for other in range(count):
-            broker.subscribe(f"topic {other}", group=f"group {other}")
-        async with broker.subscribe("orders", group="g") as reader:
-            began = time.process_time()
-            await broker.publish(
-                [order(number, key=None if number % 2 else f"{number % 9}") for number in range(count)]
-            )
-            for _ in range(count):
-                await (await anext(reader)).ack()
-            times.append((time.process_time() - began) / count)
+    gc.disable()  # it would look at everything that other tests have left
+    try:
+        times = [min([await _cost(count) for _ in range(3)]) for count in (500, 5000)]
+    finally:
+        gc.enable()
 
     assert times[1] < times[0] * 5
+
+
+async def _cost(count: int) -> float:
+    """Return the seconds of processor time that a message takes, with ``count`` of them and as many groups."""
+    broker = MemoryBroker()
+    for other in range(count):
+        broker.subscribe(f"topic {other}", group=f"group {other}")
+    async with broker.subscribe("orders", group="g") as reader:
+        began = time.process_time()
+        await broker.publish([order(number, key=None if number % 2 else f"{number % 9}") for number in range(count)])
+        for _ in range(count):
+            await (await anext(reader)).ack()
+        return (time.process_time() - began) / count
 
 
 # -- lines -------------------------------------------------------------------------------------------------------

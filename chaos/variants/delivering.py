@@ -114,8 +114,7 @@ def no_head_of_key() -> None:
         for text in (self._expired, self._due):
             some = yield self.query(text.replace("{loose}", "{ordered}"), limit=limit - len(found), **params)
             found += some.rows
-        yield from self._take(found, terms)
-        return found
+        return (yield from self._take(found, terms))
 
     setattr(Claiming, "claim_keyed", claim_keyed)
 
