@@ -141,7 +141,7 @@ class Breakers:
     def answer(self, messages: Sequence[Message]) -> None:
         """Take note that the destinations of messages have answered."""
         now = time.monotonic()
-        for destination in {self.naming.destination(message) for message in messages}:
+        for destination in set(self.naming.destinations(messages)):
             self._answered[destination] = now
             self._answered.move_to_end(destination)
             failed = self._failed.pop(destination, ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Final, Protocol, runtime_checkable
 from uuid import UUID
@@ -51,6 +51,14 @@ class Naming:
         """Return the destination of a message, by default its topic; a function that fails is reported."""
         whole = self._whole(message)
         return _shortened(self._prefix + whole) if self._prefix else whole
+
+    def destinations(self, messages: Sequence[Message]) -> list[str]:
+        """Return the destination of each message, for many at once at next to no cost where that is the topic."""
+        if self._named is None and not self._prefix:
+            topics = [message.topic for message in messages]
+            if max(map(len, set(topics)), default=0) <= MAX_DESTINATION:
+                return topics
+        return list(map(self.destination, messages))
 
     def is_ours(self, name: str) -> bool:
         """Tell whether messages that wait for a name may be claimed by this dispatcher."""

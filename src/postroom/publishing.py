@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from .verdict import NO_ANSWER, judge
 
 __all__ = ["Policy", "Publishing", "Run"]
 
+DELIVERED = Delivered()
 UNREACHABLE = "the publisher answered that the destination is down"
 #: How many messages travel alone at the same time, and how many are remembered that have to.
 MAX_ALONE = 32
@@ -295,6 +296,10 @@ class Publishing:
         began: float,
     ) -> Sequence[Outcome]:
         """Settle claims by what was answered, and take note of what that says about their destinations."""
+        if error is None and all(type(answer) is Delivered for answer in answers):
+            self._note_answers([claim.message for claim in claims])
+            self._custody.settle([Settlement(claim, DELIVERED) for claim in claims])
+            return [DELIVERED] * len(claims)
         self._report(claims, answers, error)
         if isinstance(error, INTERRUPTS):
             self._end_program(error)
@@ -342,7 +347,7 @@ class Publishing:
         began: float,
     ) -> list[Outcome]:
         messages = [claim.message for claim in claims]
-        destinations = [self._breakers.naming.destination(message) for message in messages]
+        destinations = self._breakers.naming.destinations(messages)
         verdict = judge(
             messages,
             answers,
@@ -351,22 +356,25 @@ class Publishing:
             backoff=self._policy.backoff,
             max_attempts=self._policy.max_attempts,
         )
+        self._note_answers([messages[index] for index in verdict.answered])
         if self.releases_are_outages:
-            self._breakers.answer([messages[index] for index in verdict.answered])
-            self._clear_suspects([messages[index] for index in verdict.answered])
-            self._welcome([destinations[index] for index in verdict.answered])
             self._wait(messages, verdict.outcomes, verdict.down, error)
         return verdict.outcomes
 
-    def _welcome(self, destinations: Sequence[str]) -> None:
+    def _note_answers(self, messages: Sequence[Message]) -> None:
+        """Take note of messages whose destinations have answered."""
+        if self.releases_are_outages:
+            self._breakers.answer(messages)
+            self._clear_suspects(messages)
+            if self.slots or self.untried:
+                self._welcome(set(self._breakers.naming.destinations(messages)))
+
+    def _welcome(self, destinations: Iterable[str]) -> None:
         """Let messages go on that waited for an answer of their destination, here or in the store."""
-        if self.slots:
-            for destination in destinations:
-                self.slots.dissolve(destination)
-        if self.untried:
-            for destination in destinations:
-                if self.untried.pop(destination, None) is not None:
-                    self._breakers.recover(destination)
+        for destination in destinations:
+            self.slots.dissolve(destination)
+            if self.untried.pop(destination, None) is not None:
+                self._breakers.recover(destination)
 
     def _clear_suspects(self, messages: Sequence[Message]) -> None:
         if self._suspects:
