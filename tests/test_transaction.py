@@ -284,6 +284,7 @@ class Cutter:
                 if b"COMMIT" in data:
                     self.cut += 1
                     back.cancel()
+                    await asyncio.wait([back])  # two cannot read at once
                     if self._moment == "after":
                         ask_server.write(data)
                         await server.read(65536)  # the server has answered, so it has committed
