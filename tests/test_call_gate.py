@@ -115,3 +115,19 @@ async def test_a_call_that_is_cancelled_while_it_waits_takes_no_place() -> None:
     await asyncio.wait([given_up, granted])
 
     await asyncio.wait_for(last, timedelta(seconds=30).total_seconds())
+
+
+def test_a_gate_looks_for_calls_that_hang_in_a_second_loop_too() -> None:
+    """The timer of the first loop ended with it."""
+    gate = CallGate(1)
+
+    async def wait_in_vain() -> None:
+        await begin(gate, "a")
+        waiting = await begin(gate, "b")
+        waiting[0].cancel()
+
+    async def take_the_place() -> None:
+        await asyncio.wait_for(gate.enter("b"), timedelta(seconds=30).total_seconds())
+
+    asyncio.run(wait_in_vain())
+    asyncio.run(take_the_place())

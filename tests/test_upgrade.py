@@ -300,7 +300,7 @@ async def test_an_index_that_was_dropped_is_built_again_while_others_write(postg
     with transaction(postgres) as connection:
         Outbox().add(connection, Message(topic="t", payload=b"{}"))
         mending = asyncio.create_task(store.apply_schema())
-        await until(lambda: postgres.run(building)[0][0] > 0, "the build", within=timedelta(seconds=20))
+        await until(lambda: postgres.run(building)[0][0] > 0, "the build", within=PATIENCE)
 
         async with asyncio.timeout(PATIENCE.total_seconds()):
             await asyncio.to_thread(added, postgres)

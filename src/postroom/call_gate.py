@@ -44,7 +44,8 @@ class CallGate:
         self._hanging = 0
         self._calls: dict[str, _Calls] = {}
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        #: The loop whose timer looks for calls that hang; one that has ended looks no more.
+        self._looking: asyncio.AbstractEventLoop | None = None
 
     def is_hogged_by(self, destination: str) -> bool:
         """Tell whether the gate is full, and a destination keeps others waiting with calls that hang."""
@@ -98,12 +99,14 @@ class CallGate:
         self._free += 1
 
     def _watch(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self._make_room)
+        loop = asyncio.get_running_loop()
+        if self._looking is not loop:
+            self._looking = loop
+            loop.call_later(LOOK_EVERY, self._make_room)
 
     def _make_room(self) -> None:
         """Give the places of calls that hang to calls that wait for other destinations."""
-        self._timer = None
+        self._looking = None
         hanging = {name for name, calls in self._calls.items() if calls.are_hanging}
         places = [calls for name in hanging for calls in [self._calls[name]] * self._calls[name].permits]
         still: deque[tuple[str, asyncio.Future[None]]] = deque()

@@ -118,7 +118,7 @@ class Publishing:
     def _with_slot(self, run: Run) -> Run | None:
         """Return a run, to wait for a slot if its destination has not answered yet.
 
-        Park it instead where many of those wait, or if the destination has stopped to answer and keeps others waiting.
+        Park it instead where many of those wait, or if the destination has stopped answering and keeps others waiting.
         """
         if run.is_probe or not self.releases_are_outages:
             return run

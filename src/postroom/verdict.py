@@ -41,8 +41,6 @@ def judge(
     Where nothing is known of a message, others decide: if its destination answered for any of them, or is ``alive``
     by other calls, the message failed; if it was silent, the destination is down and no attempt is spent.
     """
-    if all(type(answer) is Delivered for answer in answers):  # the usual case, which is worth being quick about
-        return Verdict([Delivered()] * len(messages), range(len(messages)))
     answers = [_clean(answer) for answer in answers]
     answered = [index for index, answer in enumerate(answers) if isinstance(answer, Delivered | Retry | Dead)]
     heard = {destinations[index] for index in answered}
