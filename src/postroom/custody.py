@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TypeAlias
-from uuid import UUID
 
 from . import events
 from .chunk import Chunk
@@ -21,7 +20,7 @@ from .store import Claim, Dead, Delivered, Release, Retry, Settlement, Store
 __all__ = ["Custody"]
 
 # One message may be held twice, if its lease ran out and it was claimed again; the token tells the two apart.
-_Key: TypeAlias = tuple[UUID, int]
+_Key: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class Custody:
         """Take claims into custody."""
         lease = _Lease(expires)
         for claim in claims:
-            self._held[claim.message.id, claim.message.token] = claim, lease
+            self._held[_key(claim.message)] = claim, lease
             self.size += len(claim.message.payload)
 
     def is_safe(self, message: Message) -> bool:
@@ -132,7 +131,7 @@ class Custody:
         self._record(recorded)
         for settlement in settlements:
             message = settlement.claim.message
-            if self._held.pop((message.id, message.token), None) is not None:
+            if self._held.pop(_key(message), None) is not None:
                 self.size -= len(message.payload)
         self._lost &= self._held.keys()
 
@@ -207,4 +206,4 @@ class Custody:
 
 
 def _key(message: Message) -> _Key:
-    return message.id, message.token
+    return message.id.int, message.token

@@ -20,7 +20,10 @@ LONGEST_ERROR: Final = 4000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LENGTH: Final = 4
 _new: Final = UUID.__new__
-_put: Final = object.__setattr__
+# What `UUID` itself forbids: to set the attributes of an object that is there.
+_set_number: Final = UUID.__dict__["int"].__set__
+_set_safety: Final = UUID.__dict__["is_safe"].__set__
+_UNKNOWN: Final = SafeUUID.unknown
 
 
 def packed(message: Message) -> bytes:
@@ -74,8 +77,8 @@ def unpacked(
 def identity_of(number: int) -> UUID:
     """Return a UUID like `UUID(int=number)` does, in half of the time; the number is known to be one of 128 bits."""
     identity = _new(UUID)
-    _put(identity, "int", number)
-    _put(identity, "is_safe", SafeUUID.unknown)
+    _set_number(identity, number)
+    _set_safety(identity, _UNKNOWN)
     return identity
 
 

@@ -18,7 +18,7 @@ from .base import AT_ONCE, SUSPECTS_EVERY, TIMEOUT, StoreInRedis
 from .profile import Profile
 from .record import clipped
 from .stream_keys import StreamKeys
-from .stream_outbox import StreamOutbox
+from .stream_outbox import SMALL, StreamOutbox
 from .stream_record import Fields, Marshal, Unmarshal, arrival, moment, salvaged, unmarshalled
 
 __all__ = ["RedisStreamStore", "StreamClaim"]
@@ -119,6 +119,8 @@ class RedisStreamStore(StoreInRedis):
         self._has_claimed = False
         #: How many new entries the next claim may expect to fit into its bytes, by what fitted into the last.
         self._expected = FEW
+        #: Whether entries were read that are large and were not announced, of which the next claim is informed.
+        self._has_read_large = False
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> StreamOutbox:
         """Return what adds messages to this store."""
@@ -153,24 +155,38 @@ class RedisStreamStore(StoreInRedis):
         tenant = b"" if terms.tenant_id is None else terms.tenant_id.bytes
         before, turn = "" if self._has_claimed else f"{self.consumer}|", int(self._turn % SUSPECTS_EVERY == 0)
         wishes = size, lease, terms.max_attempts, terms.suspect_after, name, before, turn, tenant
-        max_bytes = "" if terms.max_bytes is None else terms.max_bytes
+        bounds = "" if terms.max_bytes is None else terms.max_bytes, self._expected, SMALL, int(self._has_read_large)
+        claims: list[Claim] = []
         try:
-            since, base, suspect, entries, told, fresh = await self._run(
-                "claim", *wishes, since, max_bytes, self._expected
-            )
+            since, base, suspect, entries, told, fresh, wanted = await self._run("claim", *wishes, since, *bounds)
+            self._has_claimed, self._has_read_large = True, False
+            claims += self._taken(entries, told, base=int(base), is_suspect=bool(suspect))
+            claims += [self._one(entry, _fields(words), 1, int(base) + 1) for entry, words in fresh]
+            if wanted:
+                claims += await self._fresh(wanted, name, int(base) + 1)
+            else:
+                self._expected = len(fresh) + FEW
         except StoreError as error:
+            if claims:
+                return since, claims  # whatever it was, it will come up again when these are under way
             if not str(error.__cause__).startswith("NOGROUP"):
                 raise
             await self._run("open")
             return await self._look(limit, terms, since)
-        self._has_claimed, self._expected = True, len(fresh) + FEW
-        claims = self._taken(entries, told, base=int(base), is_suspect=bool(suspect))
-        return since, claims + [self._one(entry, _fields(words), 1, int(base) + 1) for entry, words in fresh]
+        return since, claims
 
     def _taken(self, entries: list[Any], told: list[int], *, base: int, is_suspect: bool) -> list[Claim]:
         claims: list[Claim] = []
         for (entry, words), count, attempt in zip(entries, told[::2], told[1::2], strict=True):
             claims.append(self._one(entry, _fields(words), attempt, base + count, is_suspect=is_suspect))
+        return claims
+
+    async def _fresh(self, limit: int, name: str, token: int) -> list[Claim]:
+        """Read new entries without a script, which are ours for as long as the name says."""
+        words = "XREADGROUP", "GROUP", self._group, name, "COUNT", limit, "STREAMS", self._keys.stream, ">"
+        answer = await self._client.ask(self._keys.stream, *words)
+        claims: list[Claim] = [self._one(entry, fields, 1, token) for entry, fields in _entries(answer)]
+        self._has_read_large = max([len(claim.message.payload) for claim in claims], default=0) > SMALL
         return claims
 
     def _one(
@@ -262,7 +278,7 @@ class RedisStreamStore(StoreInRedis):
 
     async def redrive(self, *, limit: int = AT_ONCE) -> int:
         """Have up to ``limit`` dead messages tried again, the oldest first, as new entries; return how many."""
-        return await self._repeated("redrive", limit)
+        return await self._repeated("redrive", limit, SMALL)
 
     async def _repeated(self, name: str, limit: int, *arguments: Any) -> int:  # noqa: ANN401 -- whatever it takes
         """Run a script that takes some at a time, until there are no more; return of how many it was true."""
@@ -310,6 +326,14 @@ class RedisStreamStore(StoreInRedis):
 
     async def _run(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 -- whatever the script answers
         return await self._client.run(f"stream_{name}", self._keys.all, self._group, *arguments)
+
+
+def _entries(answer: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:  # noqa: ANN401 -- three kinds of answer
+    """Return the entries of an answer to XREADGROUP, whose shape depends on protocol and settings of the client."""
+    found: list[Any] = [*answer.values()] if hasattr(answer, "values") else [entries for _, entries in answer]
+    if not found:
+        return []
+    return found[0][0] if isinstance(found[0][0], list) else found[0]
 
 
 def _fields(words: Sequence[bytes]) -> dict[bytes, bytes]:

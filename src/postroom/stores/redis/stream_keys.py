@@ -22,6 +22,7 @@ class StreamKeys:
     def __init__(self, table: str, namespace: str) -> None:
         self.stream: str = f"{Keys(table, namespace).prefix}:stream"
         self.all: list[str] = [self.stream, *(f"{self.stream}:{name}" for name in _NAMES)]
+        self.counters: str = self.all[-1]
 
 
 @lru_cache(maxsize=256)

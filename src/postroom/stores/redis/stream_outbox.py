@@ -15,8 +15,11 @@ from .scripts import script
 from .stream_keys import stream_keys
 from .stream_record import Marshal, marshalled
 
-__all__ = ["StreamOutbox"]
+__all__ = ["SMALL", "StreamOutbox"]
 
+#: How many bytes an entry may have without being announced to the claims, which then need not count its bytes. As many
+#: as one claim takes are no more than a dispatcher claims at once by default.
+SMALL: Final = 8 * 1024
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _RULE: Final = (
@@ -86,14 +89,20 @@ class StreamOutbox(Outbox):
         """
         commands: list[list[Any]] = []
         later: list[Any] = []
+        is_large = False
         for addition in additions:
             words = self._words(addition.message)
             if addition.due_at is None and not addition.delay:
                 commands.append(["XADD", self.stream, "*", *words])
+                is_large = is_large or _size(words) > SMALL
             else:
                 later += _delayed(addition, words)
         keys = self._keys.all
-        return commands + ([["EVAL", script("stream_delay").text, len(keys), *keys, "", *later]] if later else [])
+        if is_large:
+            commands.append(["HSETNX", self._keys.counters, "large", 0])
+        if later:
+            commands.append(["EVAL", script("stream_delay").text, len(keys), *keys, "", *later])
+        return commands
 
     def _words(self, message: Message) -> list[Any]:
         try:
@@ -104,6 +113,11 @@ class StreamOutbox(Outbox):
         if not 0 < len(words) <= MOST_WORDS or not all(isinstance(word, str | bytes) for word in words):
             raise EncodeError(message, _RULE)
         return words
+
+
+def _size(words: Sequence[str | bytes]) -> int:
+    """Return how many bytes an entry has, or a few more: no character has more than four."""
+    return sum(len(word) if isinstance(word, bytes) or word.isascii() else 4 * len(word) for word in words)
 
 
 def _delayed(addition: Addition, words: Sequence[Any]) -> list[Any]:

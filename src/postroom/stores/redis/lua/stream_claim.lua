@@ -2,27 +2,24 @@
 -- alone.
 -- ARGV: the group, how many, the lease in milliseconds, the attempts that a message has, after how many of them it is a
 -- suspect, under which name, what the names of those begin with whose process is gone or nothing, whether suspects come
--- first, the tenant or nothing, where to look on among those that wait, how many bytes at most or nothing, and how many
--- new entries may be expected to fit into that.
+-- first, the tenant or nothing, where to look on among those that wait, how many bytes at most or nothing, how many new
+-- entries may be expected to fit into that, how many bytes a small entry has at most, and whether the caller has read a
+-- larger one that was not announced.
 -- Answers where to look on if there was too much to look through, the base of tokens, whether it is a suspect, the
--- entries that were read before, for each of them its deliveries and attempts, and the new entries.
+-- entries that were read before, for each of them its deliveries and attempts, the new entries, and how many more new
+-- entries the caller may read without this script.
 local limit, lease, max_attempts, suspect_after = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local me, gone, is_suspects_turn, tenant, since = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9], ARGV[10]
-local max_bytes, expected = tonumber(ARGV[11]), tonumber(ARGV[12])
+local max_bytes, expected, small = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 
 begin()
+if ARGV[14] == '1' then expect_large(now + UNANNOUNCED) end
 local ids, counts = {}, {}
 local bytes, is_full = 0, limit < 1
 
-local function size_of(fields)
-  local size = 0
-  for _, word in ipairs(fields) do size = size + #word end
-  return size
-end
-
 -- Count the bytes of one more entry; tell whether it fits, which the first always does.
-local function fits(fields, is_first)
-  bytes = bytes + size_of(fields)
+local function fits(size, is_first)
+  bytes = bytes + size
   if bytes > max_bytes and not is_first then is_full = true end
   return not is_full
 end
@@ -31,7 +28,7 @@ end
 local function choose(entry, count)
   if max_bytes then
     local found = redis.call('XRANGE', stream, entry, entry)[1]
-    if found and not fits(found[2], #ids == 0) then return false end
+    if found and not fits(size_of(found[2]), #ids == 0) then return false end
   end
   ids[#ids + 1], counts[#counts + 1] = entry, count
   is_full = is_full or #ids >= limit
@@ -72,6 +69,7 @@ for number = 1, #soon, 2 do
   local member = soon[number]
   local packed = redis.call('HGET', later, member)
   if packed then
+    if #packed > small then expect_large(0) end
     local record = cmsgpack.unpack(packed)
     record[#record + 1], record[#record + 2] = 'postroom:time', whole(record[1])
     local entry = redis.call('XADD', stream, '*', unpack(record, 2))
@@ -141,11 +139,17 @@ if #ids > 0 then
     end
   end
 end
-if limit < 1 then return { '', whole(base), 0, taken, told, {} } end
+if limit < 1 then return { '', whole(base), 0, taken, told, {}, 0 } end
 -- Also for what is read next: a name that holds nothing is found out when its time has come.
 redis.call('ZADD', leases, 'NX', whole(now + lease * 1000), me)
 local rest = #taken == 0 and more or ''
-if suspect or is_full or rest ~= '' then return { rest, whole(base), suspect and 1 or 0, taken, told, {} } end
+if suspect or is_full or rest ~= '' then return { rest, whole(base), suspect and 1 or 0, taken, told, {}, 0 } end
+
+-- A script copies every word that it reads twice, which takes longer than the reading itself. While many small entries
+-- are waiting, that is not needed to keep the bound.
+local wanted, large = limit - #taken, large_until()
+local is_bounded = not large and wanted * small <= (max_bytes or 0) - bytes and count_unread() >= DEEP * limit
+if not max_bytes or is_bounded then return { '', whole(base), 0, taken, told, {}, wanted } end
 
 -- Lease new entries, as long as they fit. To read is to lease, so those that were read beyond that are unread again: no
 -- other script can come in between.
@@ -164,21 +168,26 @@ local function read_new(count)
   return read[1] and read[1][2] or {}
 end
 
-local count, wanted = max_bytes and expected or limit, limit - #taken
+local count = expected
 while wanted > 0 and not is_full do
   count = math.min(count, wanted)
   local page, failed = read_new(count)
   -- Whatever it was, it will come up again when what was taken is under way.
   if failed and #taken + #fresh == 0 then return failed end
   for place, one in ipairs(page) do
-    if max_bytes and not fits(one[2], #taken + #fresh == 0) then
+    local size = size_of(one[2])
+    if size > small and not large then expect_large(now + UNANNOUNCED) end
+    if not fits(size, #taken + #fresh == 0) then
       unread_from(page, place)
       break
     end
     fresh[#fresh + 1] = one
   end
-  if #page < count or not max_bytes then break end
+  if #page < count then
+    if large and now > large and not (is_full or failed) then redis.call('HDEL', counters, 'large') end
+    break
+  end
   wanted = limit - #taken - #fresh
   count = math.max(1, math.floor((max_bytes - bytes) * (#taken + #fresh) / math.max(bytes, 1)))
 end
-return { '', whole(base), 0, taken, told, fresh }
+return { '', whole(base), 0, taken, told, fresh, 0 }

@@ -159,6 +159,36 @@ local function unread()
   return found and found[1], held
 end
 
+local function size_of(fields)
+  local size = 0
+  for _, word in ipairs(fields) do size = size + #word end
+  return size
+end
+
+-- An entry that is not small is announced by whoever adds it, with a time before which the announcement stays: at once
+-- for one of ours, a day later for one that was found unannounced, since more of its kind may follow. The first claim
+-- after that which leaves nothing unread takes the announcement back.
+local UNANNOUNCED = 86400000000
+
+local function expect_large(time)
+  redis.call('HSETNX', counters, 'large', whole(time))
+end
+
+-- Before which time large entries are to be expected in any case; nothing if there are none.
+local function large_until()
+  return tonumber(redis.call('HGET', counters, 'large'))
+end
+
+-- How many claims must be waiting before one of them reads without counting bytes: others read at the same time, and
+-- what comes after that many may have been added, and announced, a moment ago.
+local DEEP = 4
+
+-- How many entries the group has not read.
+local function count_unread()
+  local held = redis.pcall('XPENDING', stream, group)
+  return held.err and 0 or redis.call('XLEN', stream) - held[1]
+end
+
 local SCANNED, PAGE = 2000, 100
 local scanned = 0
 

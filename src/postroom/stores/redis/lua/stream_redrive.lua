@@ -1,7 +1,8 @@
 -- Have dead messages tried again from their first attempt on, the oldest first, each as a new entry of the stream.
--- ARGV: the group, and how many at most. Answers how many will be tried, and how many were looked at.
+-- ARGV: the group, how many bytes a small entry has at most, and how many are tried at most.
+-- Answers how many will be tried, and how many were looked at.
 local OURS = { ['postroom:entry'] = true, ['postroom:attempts'] = true, ['postroom:error'] = true, ['postroom:time'] = true }
-local found = redis.call('XRANGE', dead, '-', '+', 'COUNT', ARGV[2])
+local found = redis.call('XRANGE', dead, '-', '+', 'COUNT', ARGV[3])
 local count = 0
 for _, one in ipairs(found) do
   local fields, entry = {}, nil
@@ -12,6 +13,7 @@ for _, one in ipairs(found) do
   end
   -- Of an entry that was deleted nothing is left to be tried.
   if #fields > 0 then
+    if size_of(fields) > tonumber(ARGV[2]) then expect_large(0) end
     redis.call('XADD', stream, '*', unpack(fields))
     count = count + 1
   end
