@@ -12,9 +12,18 @@ import pytest
 from postroom import Claim, ClaimTerms, Delivered, Dispatcher, Message, Outbox, Outcome, Settlement
 from postroom import events as ev
 from postroom.chunk import CALM, Chunk
-from postroom.claiming import MAX_FREE_RUNS, Claimed, Claiming
+from postroom.claiming import (
+    CLOGGED_LEAST,
+    CLOGGED_SHARE,
+    MAX_FREE_RUNS,
+    MAX_NEWEST_RUNS,
+    NEWEST_LEAST,
+    Claimed,
+    Claiming,
+)
 from postroom.custody import Custody
 from postroom.errors import ConfigurationError, StoreTimeoutError
+from postroom.store import Features
 from postroom.stores import MemoryStore
 from postroom.testing.waiting import until
 
@@ -248,7 +257,57 @@ async def test_only_a_claim_that_begins_with_the_newest_sees_what_was_added_behi
     assert seen == [True, True, False, False] * 2
 
 
-def _claiming(batch: int) -> Claiming:
-    store, terms = MemoryStore(), ClaimTerms(worker=uuid4())
+async def test_a_hint_begins_claims_with_the_newest_but_the_oldest_get_their_turn() -> None:
+    """G13: messages that are added at a high rate do not keep old ones waiting for ever."""
+    claiming = _claiming(500)
+    claiming.report(_claimed(500), sent=0)
+
+    turns: list[bool] = []
+    for _ in range(3 * (MAX_NEWEST_RUNS + 1)):
+        claiming.begin(1, lambda _: False, is_hinted=True)
+        turns.append((await claiming.next()).newest_first)
+
+    assert turns == ([True] * MAX_NEWEST_RUNS + [False]) * 3
+
+
+async def test_claims_of_a_backlog_are_smallest_while_messages_are_added_that_can_be_sent() -> None:
+    store = MemoryStore()
+    fill(store, 600, 1)
+    claiming = _claiming(500, store)
+
+    async def sizes() -> dict[bool, int]:
+        found: dict[bool, int] = {}
+        for _ in range(2):
+            claiming.begin(1, lambda _: False)
+            claimed = await claiming.next()
+            found[claimed.newest_first] = len(claimed.claims)
+            claiming.report(claimed, sent=0)
+        return found
+
+    claiming.report(_claimed(500), sent=0)
+    claiming.report(_claimed(4, newest_first=True), sent=0)
+    quiet = await sizes()
+    claiming.report(_claimed(2, newest_first=True), sent=1)
+    await sizes()
+    busy = await sizes()
+
+    assert quiet == {True: NEWEST_LEAST, False: 500 // CLOGGED_SHARE}
+    assert busy == {True: NEWEST_LEAST, False: CLOGGED_LEAST}
+
+
+def test_a_store_that_separates_keys_needs_two_claims_to_see_what_was_added_behind_a_backlog() -> None:
+    separating = MemoryStore()
+    separating.features = Features(separates_keys=True)
+    one, two = _claiming(500), _claiming(500, separating)
+    assert [one.complete, two.complete] == [1, 1]
+
+    one.report(_claimed(500), sent=0)
+    two.report(_claimed(500), sent=0)
+
+    assert [one.complete, two.complete] == [1, 2]
+
+
+def _claiming(batch: int, store: MemoryStore | None = None) -> Claiming:
+    store, terms = store or MemoryStore(), ClaimTerms(worker=uuid4())
     custody = Custody(store, terms.lease, lambda _: None, chunk=batch)
     return Claiming(store, terms, custody, lambda _: None, batch, asyncio.Event())

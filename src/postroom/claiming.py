@@ -17,11 +17,17 @@ from .store import Claim, ClaimTerms, Store
 
 __all__ = ["Claimed", "Claiming"]
 
-#: How small a part of a batch is claimed while most of it has to wait, and how few messages at the least.
+#: How small a part of a batch is claimed while most of it has to wait.
 CLOGGED_SHARE = 16
+#: How few messages are claimed from the oldest on while others are added that can be sent, and from the newest on.
 CLOGGED_LEAST = 10
+NEWEST_LEAST = 4
+#: For how many seconds after a message that can be sent others are expected.
+FRESH = 1.0
 #: After how many small claims that could be sent there is no backlog any more.
 MAX_FREE_RUNS = 5
+#: How many claims may begin with the newest before one begins with the oldest, however many messages are added.
+MAX_NEWEST_RUNS = 8
 
 
 class Claimed(NamedTuple):
@@ -51,7 +57,10 @@ class Claiming:
         self.is_clogged: bool = False
         #: How much is claimed then, by whether it begins with the newest.
         self._clogged_batch = {False: batch, True: batch}
-        self._newest_first = False
+        #: When a message was last added that may be sent, in seconds of the monotonic clock.
+        self._fresh_at = -FRESH
+        #: How many claims in a row began with the newest.
+        self._newest_runs = 0
         #: How many claims from the oldest on could be sent since the last that had to wait.
         self._free_runs = 0
 
@@ -59,18 +68,28 @@ class Claiming:
         """Return how many claims are under way."""
         return len(self._under_way)
 
-    def begin(self, wanted: int, is_crowded: Callable[[int], bool]) -> bool:
+    @property
+    def complete(self) -> int:
+        """How many claims at the same time see everything that was added, with a key or without, behind a backlog."""
+        return 2 if self.is_clogged and self._store.features.separates_keys else 1
+
+    def begin(self, wanted: int, is_crowded: Callable[[int], bool], *, is_hinted: bool = False) -> bool:
         """Have one claim under way, or more unless it is crowded with those.
 
-        Return whether one was begun that sees what was added last: behind a backlog only every other does.
+        Return whether one was begun that sees what was added last: behind a backlog every other does, and those that
+        follow a hint.
         """
         sees_newest = False
+        if is_hinted:
+            self._fresh_at = time.monotonic()
         while len(self) < wanted and not (self and is_crowded(len(self))):
-            self._newest_first = self.is_clogged and not self._newest_first
-            claiming = asyncio.create_task(self._claim(self._newest_first))
+            is_newest_turn = self._newest_runs < (MAX_NEWEST_RUNS if is_hinted else 1)
+            newest_first = self.is_clogged and is_newest_turn
+            self._newest_runs = self._newest_runs + 1 if newest_first else 0
+            claiming = asyncio.create_task(self._claim(newest_first))
             claiming.add_done_callback(lambda _: self._answered.set())
             self._under_way.append(claiming)
-            sees_newest = sees_newest or self._newest_first or not self.is_clogged
+            sees_newest = sees_newest or newest_first or not self.is_clogged
         return sees_newest
 
     async def next(self) -> Claimed:
@@ -97,9 +116,13 @@ class Claiming:
         """
         newest_first, size = claimed.newest_first, len(claimed.claims)
         least = min(self._batch, CLOGGED_LEAST)
+        if newest_first and sent:
+            self._fresh_at = time.monotonic()
         if size > 2 * sent:
             self.is_clogged, self._free_runs = True, 0
-            self._clogged_batch[newest_first] = least if newest_first else max(self._batch // CLOGGED_SHARE, least)
+            is_quiet = time.monotonic() - self._fresh_at > FRESH
+            oldest = max(self._batch // CLOGGED_SHARE, least) if is_quiet else least
+            self._clogged_batch[newest_first] = min(self._batch, NEWEST_LEAST) if newest_first else oldest
             return
         self._clogged_batch[newest_first] = min(self._clogged_batch[newest_first] * 2, self._batch)
         if not newest_first:

@@ -254,7 +254,7 @@ class Dispatcher:
     def _look_again(self) -> None:
         self._woken.set()
         if self._claiming and not self._stopping.is_set():
-            self._begin_claims(2)  # the one under way may have looked already
+            self._begin_claims(1 + self._claiming.complete)  # the one under way may have looked already
 
     def stop_soon(self) -> None:
         """Begin to stop: claim no more, finish what is under way; a second call gives up what is under way."""
@@ -306,13 +306,13 @@ class Dispatcher:
         try:
             while not self._stopping.is_set():
                 await self._room()
-                self._begin_claims(2 if is_busy and not self._claiming.is_clogged else 1)
+                self._begin_claims(self._wanted_claims(is_busy=is_busy))
                 claimed = await self._claiming.next()
                 is_busy = self._claiming.is_full(claimed)
                 if claimed.claims:
                     await self._start(claimed)
                     self._idle = SHORTEST_IDLE
-                    if self._claiming.is_clogged and not (self._claiming or claimed.newest_first):
+                    if self._claiming.is_clogged and not self._claiming:
                         await self._rest()  # to park a backlog must not take the store from those who add
                 elif self._claiming:
                     continue
@@ -328,9 +328,18 @@ class Dispatcher:
     def _is_idle(self) -> bool:
         return not (self._custody or self._woken.is_set() or self._prober.is_busy)
 
+    def _wanted_claims(self, *, is_busy: bool) -> int:
+        """Return one, or two while there is much to do, so that the store need not wait.
+
+        Behind a backlog that has to wait, what was added last matters more.
+        """
+        if self._claiming.is_clogged:
+            return self._claiming.complete if self._woken.is_set() else 1
+        return 2 if is_busy else 1
+
     def _begin_claims(self, wanted: int) -> None:
-        """Have a claim under way, and a second one while there is much to do, so that the store need not wait."""
-        if self._claiming.begin(wanted, self._is_crowded):
+        """Have so many claims under way, unless it is crowded with those."""
+        if self._claiming.begin(wanted, self._is_crowded, is_hinted=self._woken.is_set()):
             self._woken.clear()  # whatever it was set for, that claim will see
 
     async def _room(self) -> None:

@@ -24,7 +24,7 @@ from .errors import (
     shown,
 )
 
-__all__ = ["Limits", "Local", "Message", "drafted", "uuid7", "uuid7s", "validate"]
+__all__ = ["Limits", "Local", "Message", "claimed", "drafted", "uuid7", "uuid7s", "validate"]
 
 T = TypeVar("T")
 
@@ -198,6 +198,25 @@ def drafted(  # noqa: PLR0913 -- one argument for each attribute
     draft.local = {}
     draft.__class__ = Message
     return cast("Message", draft)
+
+
+def claimed(message: Message, *, attempt: int, token: int) -> Message:
+    """Return a message as a claim of it is handed out, like `dataclasses.replace` does in a tenth of the time."""
+    return drafted(
+        topic=message.topic,
+        payload=message.payload,
+        type=message.type,
+        key=message.key,
+        id=message.id,
+        namespace=message.namespace,
+        content_type=message.content_type,
+        headers=message.headers,
+        tenant_id=message.tenant_id,
+        dedupe_key=message.dedupe_key,
+        time=message.time,
+        attempt=attempt,
+        token=token,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,6 +147,8 @@ class Features:
     dedupes: bool = True
     #: A message can be parked for a destination; without it `Release` with a destination is a plain `Release`.
     parks: bool = True
+    #: A claim brings messages with a key or messages without one, so it takes two claims to see all that was added.
+    separates_keys: bool = False
 
 
 class Store(Protocol):

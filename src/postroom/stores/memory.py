@@ -12,7 +12,7 @@ from typing import Final
 from ..decisions import Question
 from ..errors import ConfigurationError, NotInTransactionError
 from ..inbox import Inbox
-from ..message import DEFAULT_NAMESPACE, Message
+from ..message import DEFAULT_NAMESPACE, Message, claimed
 from ..outbox import Added, Addition, Outbox
 from ..store import (
     PARKED_FOR,
@@ -109,7 +109,7 @@ class MemoryStore:
 
     def _lease(self, row: MemoryRow, terms: ClaimTerms, now: datetime, *, suspect: bool) -> Claim:
         row.status, row.changed, row.worker, row.locked_until = "processing", now, terms.worker, now + terms.lease
-        row.message = replace(row.message, attempt=row.message.attempt + 1, token=row.message.token + 1)
+        row.message = claimed(row.message, attempt=row.message.attempt + 1, token=row.message.token + 1)
         self.rows.park(row, None)
         self.rows.update(row)
         return Claim(row.message, suspect)
@@ -141,7 +141,7 @@ class MemoryStore:
                 row.error = error
             case Release(delay, destination):
                 row.due = now + (PARKED_FOR if destination else delay) if destination or delay else row.due
-                row.message = replace(row.message, attempt=row.message.attempt - 1)
+                row.message = claimed(row.message, attempt=row.message.attempt - 1, token=row.message.token)
                 self.rows.park(row, destination)
         self.rows.update(row)
         if row.status == "delivered" and not self.keep_delivered:

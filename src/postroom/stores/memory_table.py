@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +10,7 @@ from typing import TypeAlias, overload
 from uuid import UUID
 
 from ..message import Message
+from .memory_queue import Entry, SortedQueue
 
 __all__ = ["MemoryRow", "MemoryTable"]
 
@@ -46,8 +46,8 @@ class MemoryRow:
     def line(self) -> Line:
         """The line that the row stands in."""
         message = self.message
-        own = (message.id,) if message.key is None else (message.topic, message.key)
-        return message.namespace, *own
+        # The number of an id is hashed in half of the time.
+        return (message.namespace, message.id.int if message.key is None else message.topic, message.key)
 
 
 class MemoryTable(Sequence[MemoryRow]):
@@ -58,8 +58,8 @@ class MemoryTable(Sequence[MemoryRow]):
         self._dedupe: dict[tuple[str, str, str], UUID] = {}
         self._lines: dict[Line, dict[UUID, MemoryRow]] = {}
         #: For each namespace and status, when the first row of a line can be claimed, its number, and the line.
-        self._due: dict[tuple[str, str], list[tuple[datetime, int, Line]]] = {}
-        self._entries: dict[Line, tuple[tuple[str, str], tuple[datetime, int, Line]]] = {}
+        self._due: dict[tuple[str, str], SortedQueue] = {}
+        self._entries: dict[Line, tuple[tuple[str, str], Entry]] = {}
         #: Rows by the destination that they are parked for, those parked first in front.
         self.parked: dict[tuple[str, str], dict[UUID, MemoryRow]] = {}
         self._count = 0
@@ -146,21 +146,20 @@ class MemoryTable(Sequence[MemoryRow]):
         self, namespace: str, status: str, now: datetime, *, newest_first: bool = False
     ) -> Iterator[Iterable[MemoryRow]]:
         """Return the lines whose first row that is not dead has a status and is due, those due first in front."""
-        queue = self._due.get((namespace, status), [])
-        places = range(bisect_right(queue, now, key=lambda entry: entry[0]))
-        for place in reversed(places) if newest_first else places:
-            yield self._lines[queue[place][2]].values()
+        queue = self._due.get((namespace, status), SortedQueue())
+        for _, _, line in queue.due(now, newest_first=newest_first):
+            yield self._lines[line].values()
 
     def _index(self, line: Line) -> None:
         if line in self._entries:
             place, entry = self._entries.pop(line)
-            queue = self._due[place]
-            del queue[bisect_left(queue, entry[:2], key=lambda other: other[:2])]
-        head = next((row for row in self._lines.get(line, {}).values() if row.status != "dead"), None)
-        if head is not None:
-            place, entry = (head.message.namespace, head.status), (head.locked_until or head.due, head.number, line)
-            insort(self._due.setdefault(place, []), entry)
-            self._entries[line] = place, entry
+            self._due[place].remove(entry)
+        for row in self._lines.get(line, {}).values():
+            if row.status != "dead":
+                place, entry = (row.message.namespace, row.status), (row.locked_until or row.due, row.number, line)
+                self._due.setdefault(place, SortedQueue()).add(entry)
+                self._entries[line] = place, entry
+                return
 
 
 def _dedupe(message: Message, key: str) -> tuple[str, str, str]:

@@ -30,6 +30,7 @@ from .dialects.postgres import PostgreSQL
 from .dialects.sqlite import SQLite
 from .driver import Driver
 from .hints import Hints
+from .lanes import Lanes
 from .names import Names
 from .schema import Schema
 from .schemas.mysql import MySQLSchema
@@ -50,8 +51,6 @@ WEEK = timedelta(days=7)
 TIMEOUT = timedelta(seconds=10)
 #: How often suspects are asked for first, so that a constant load cannot starve them.
 SUSPECTS_EVERY = 16
-#: How many claims in a row may leave out the messages with a key, or those without one.
-PASSED_OVER = 4
 CONTENTION_RETRIES = 3
 
 
@@ -83,7 +82,7 @@ class SQLStore:
         if keep_delivered < timedelta(0) or timeout <= timedelta(0):
             raise ConfigurationError(f"keep_delivered={keep_delivered} and timeout={timeout} must not be negative")
         self.namespace = namespace
-        self.features: Features = features or Features()
+        self.features: Features = features or Features(separates_keys=True)
         self.keep_delivered = keep_delivered
         self.schema = schema
         self._dialect = schema.dialect
@@ -92,8 +91,7 @@ class SQLStore:
         self._is_open = False
         #: How many claims are made before suspects are asked for first.
         self._until_suspects = SUSPECTS_EVERY
-        self._keyed_first = False
-        self._passed_over = 0
+        self._lanes = Lanes()
         self._walk = Walk()
 
     def __repr__(self) -> str:
@@ -147,21 +145,15 @@ class SQLStore:
             if suspects:
                 return suspects, True
         rows: Sequence[Row] = []
-        # The lane that brought something goes first, for there may be more; but it must not starve the other.
-        first = keyed = self._keyed_first
+        first = keyed = self._lanes.first(newest_first=terms.newest_first)
         for keyed in (first, not first):
             # Not both at once: the second would have to know how many bytes the first has taken, and on PostgreSQL,
             # where there is no transaction around them, what the first took is lost to us if the second fails.
             rows = yield from self._claim_lane(limit, terms, keyed=keyed)
             if rows:
                 break
-        if keyed != first:
-            self._passed_over = 0
-            self._keyed_first = keyed if rows else first
-        else:
-            self._passed_over += 1
-            if len(rows) == limit or self._passed_over == PASSED_OVER:
-                self._keyed_first, self._passed_over = not first, 0
+        if not terms.newest_first:
+            self._lanes.report(first=first, last=keyed, found=len(rows), limit=limit)
         if rows:
             return rows, False
         self._until_suspects = SUSPECTS_EVERY
@@ -328,7 +320,7 @@ class PostgresStore(SQLStore):
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
-            features=Features(wakeups=pooler is None),
+            features=Features(wakeups=pooler is None, separates_keys=True),
         )
         self._pooler = pooler
         self._hints = Hints(self._notify)

@@ -122,6 +122,22 @@ class ChoosingContract:
 
         assert [numbers(newest), numbers(oldest), numbers(rest)] == [[4, 5], [0, 1], [2, 3]]
 
+    @pytest.mark.parametrize("key", [None, "a"])
+    async def test_two_claims_from_the_newest_on_see_what_was_added_last(
+        self, harness: StoreHarness, key: str | None
+    ) -> None:
+        """G13: also if it has a key and the backlog has none, or the other way round."""
+        if not harness.store.features.ordered:
+            pytest.skip("this store has one order only")
+        for number in range(12):
+            await harness.add(numbered(number, key=None if key else f"k{number}"))
+        await harness.advance(SECOND)
+
+        await harness.add(numbered(12, key=key))
+        claims = [await harness.store.claim(4, terms(newest_first=True)) for _ in range(2)]
+
+        assert 12 in numbers([*claims[0], *claims[1]])
+
     async def test_from_the_newest_on_a_key_still_goes_out_in_order(self, harness: StoreHarness) -> None:
         """G6: the run of the newest key begins at its head."""
         if not harness.store.features.ordered:
