@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 from uuid import UUID
 
 from ..deadline import UNTIMED, Untimed, clock
@@ -75,7 +75,7 @@ class TransactionMiddleware:
         if limit is not None:
             limit(timeout)
 
-    async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
+    def __call__(self, message: Message, call_next: Next) -> Coroutine[Any, Any, Sequence[Message]]:
         """Handle a message in a transaction.
 
         Raises:
@@ -83,9 +83,7 @@ class TransactionMiddleware:
             TransactionAbortedError: A statement failed, its error was caught, and so nothing could be committed.
         """
         outer = in_transaction()
-        if outer is not None:
-            return await self._inside(outer, message, call_next)
-        return await self._outermost(message, call_next)
+        return self._outermost(message, call_next) if outer is None else self._inside(outer, message, call_next)
 
     async def _outermost(self, message: Message, call_next: Next) -> Sequence[Message]:
         for attempt in range(self._retries):
