@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -642,6 +643,9 @@ async def pool_on(site: Site, through: str) -> AsyncIterator[Connection]:
     indirect=["site"],
     scope="module",
 )
+# aiosqlite 0.22 forgets a connection that it was making when it was cancelled: its thread ends without closing it. The
+# engine makes the connection, so that this library cannot close it. It holds no lock, and collecting it closes it.
+@pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")
 async def test_a_cancelled_transaction_is_committed_or_is_not(site: Site, through: str) -> None:
     """G1, G3, S2-21, S4-18: both messages of it or neither, and the pool has all its connections to give."""
     outbox = Outbox()
@@ -662,6 +666,8 @@ async def test_a_cancelled_transaction_is_committed_or_is_not(site: Site, throug
             assert stored in ({6, 8} if cut.happened else {8}), cut
             async with asyncio.timeout(10):
                 await asyncio.gather(*[operation() for _ in range(CONNECTIONS)])
+    if site.kind == "sqlite":
+        gc.collect()  # here, since the warning would fail the test that is running when the collector comes by itself
 
 
 # -- dispatchers -----------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from postroom.stores.sql.errors import mysql_error, postgres_error, sqlite_error
 from postroom.stores.sql.names import Names
 from postroom.stores.sql.statement import Script, Statement
 from postroom.stores.sql.url import Place
+from postroom.testing.cancelling import Moment, cuts
 from postroom.testing.faults import FaultProxy
 from postroom.testing.waiting import until
 
@@ -202,6 +203,64 @@ async def test_a_cancelled_sqlite_call_happens_whole_or_not_at_all(sqlite_path: 
         rows = connection.execute("SELECT status, attempts FROM postroom_outbox").fetchall()
     assert set(rows) == {("processing", 1)}
     assert 50 <= len(rest) <= 100
+
+
+def threads_of_stores() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("postroom-sqlite")}
+
+
+@asynccontextmanager
+async def leaving_the_file_closed(path: Path) -> AsyncIterator[None]:
+    """See that no thread and no connection is left; SQLite deletes its log when the last connection is closed."""
+    others = threads_of_stores()
+    yield
+    await until(lambda: threads_of_stores() <= others, "the end of the thread")
+    assert not path.with_name(f"{path.name}-wal").exists()
+
+
+async def test_a_cancelled_opening_of_a_sqlite_file_closes_it_without_waiting_for_its_thread(sqlite_path: Path) -> None:
+    """S4-12: the thread waits for a lock, and the caller, who has nothing to close, does not wait for the thread."""
+    fill(sqlite_path, 1)
+    store = SQLiteStore(sqlite_path, timeout=timedelta(minutes=10))
+    async with leaving_the_file_closed(sqlite_path):
+        with closing(sqlite3.connect(sqlite_path, isolation_level=None)) as other:
+            others = threads_of_stores()
+            other.execute("BEGIN IMMEDIATE")
+            opening = asyncio.create_task(store.open())
+            await until(lambda: threads_of_stores() > others, "the start of the thread")
+
+            opening.cancel()
+
+            with pytest.raises(asyncio.CancelledError):
+                async with asyncio.timeout(20):
+                    await opening
+            other.execute("ROLLBACK")
+
+    assert await store.open()
+    await store.close()
+
+
+async def test_a_sqlite_file_is_closed_whenever_its_opening_is_cancelled(sqlite_path: Path) -> None:
+    """S4-12: before the thread begins, while it connects, and when it is done."""
+    fill(sqlite_path, 1)
+    moments: tuple[Moment, ...] = ("waiting", "answered")
+    for moment in moments:
+        for cut in cuts(moment=moment):
+            store = SQLiteStore(sqlite_path)
+            async with leaving_the_file_closed(sqlite_path):
+                await cut.run(store.open())
+                if not cut.happened:
+                    await store.close()
+
+
+async def test_a_sqlite_file_whose_opening_fails_is_closed(sqlite_path: Path) -> None:
+    """S4-12: it has no tables, so that there is nothing to work with."""
+    with closing(sqlite3.connect(sqlite_path)) as connection:
+        connection.execute("CREATE TABLE other (id int)")
+    store = SQLiteStore(sqlite_path)
+    async with leaving_the_file_closed(sqlite_path):
+        with pytest.raises(SchemaMissingError):
+            await store.open()
 
 
 FORK = """

@@ -214,6 +214,7 @@ class Decisions:
         ...     second = decisions.decide(connection, *due, {"ticket": due.ticket}, topic="tickets.expired")
         >>> type(first).__name__, type(second).__name__, first.id == second.id
         ('Enqueued', 'Duplicate', True)
+        >>> connection.close()
     """
 
     def __init__(self, outbox: Outbox) -> None:

@@ -106,6 +106,7 @@ class Outbox:
         >>> with connection:
         ...     outbox.add(connection, {"order_id": 42}, topic="orders", key="42").added
         True
+        >>> connection.close()
     """
 
     def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has

@@ -446,6 +446,16 @@ class SQLiteStore(SQLStore):
             timeout=timeout,
         )
 
+    async def open(self) -> bool:
+        """Connect, and check SQLite and schema; tell whether the store was closed before."""
+        try:
+            return await super().open()
+        except BaseException:
+            # A caller whose opening failed or was cancelled has nothing to close. The thread goes on by itself, maybe
+            # waiting for a lock: to wait for it here would hold up the cancellation.
+            self._file.disconnect()
+            raise
+
     async def apply_schema(self) -> bool:
         """Create the file and its tables, or bring them up to date; return whether there was anything to do."""
         await self._file.create()

@@ -7,7 +7,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -126,12 +126,23 @@ class SQLiteDriver:
         self._notice_fork()
         if self._transactions is not None:
             self._transactions.close()
-        session, self._session = self._session, None
-        if session is not None:
-            closed = asyncio.get_running_loop().run_in_executor(session.thread, session.disconnect)
-            session.thread.shutdown(wait=False)
+        closed = self.disconnect()
+        if closed is not None:
             # Who stops waiting must not leave the connection open.
-            await asyncio.shield(closed)
+            await asyncio.shield(asyncio.wrap_future(closed))
+
+    def disconnect(self) -> Future[None] | None:
+        """Have the thread close its connection and end, behind what it is busy with; return what can be waited for.
+
+        A connection that the thread is still making is closed too.
+        """
+        self._notice_fork()
+        session, self._session = self._session, None
+        if session is None:
+            return None
+        closed = session.thread.submit(session.disconnect)
+        session.thread.shutdown(wait=False)
+        return closed
 
 
 def connected(path: Path, *, wal: bool, busy_timeout: timedelta, any_thread: bool) -> sqlite3.Connection:
