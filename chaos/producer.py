@@ -39,7 +39,10 @@ _MIX: Final = {
     "deadly": 0.1,
 }
 #: What is sure to come early in every run, since it takes long and nothing else leads through all of its attempts.
-_FATED: Final = {15: "sour", 20: "killer", 150: "deadly"}
+_FATED: Final = {20: "killer", 150: "deadly"}
+#: What each life of a producer adds before anything else, until it is known to be committed. So a run in which any
+#: message was stored has a message that no consumer gets done, and ends with its dead letters on any machine.
+_FIRST: Final = "sour"
 _ROLLED_BACK: Final = 0.15
 #: How long a transaction may take, faults included.
 _PATIENCE: Final = 6.0
@@ -81,12 +84,15 @@ class Producer:
         self._made = _KEYS
         self._transactions = 0
         self._dedupes: list[str] = []
+        self._has_committed = False
 
     async def work(self) -> None:
         """Make one transaction and write down how it ended."""
         self._transactions += 1
         name = f"{self._name}-{self._transactions}"
-        drafts, is_kept, is_done = self._drafts(), not self._chance(_ROLLED_BACK), False
+        fate = self._fate()
+        # What is fated is not rolled back by the dice, or it would not be sure to come.
+        drafts, is_kept, is_done = self._drafts(fate), fate is not None or not self._chance(_ROLLED_BACK), False
         try:
             async with asyncio.timeout(_PATIENCE), self._desk.transaction(self._outbox) as connection:
                 await self._add(name, connection, drafts)
@@ -103,6 +109,13 @@ class Producer:
         else:
             self._end(name, "ok", answers=self._desk.answers)
             self._keep(drafts)
+            self._has_committed = True
+
+    def _fate(self) -> str | None:
+        """Return what a transaction has to add, if that is not left to the dice."""
+        if not self._has_committed:
+            return _FIRST
+        return _FATED.get(self._transactions) if self._name == "p0.0" else None
 
     async def _add(self, name: str, connection: object, drafts: Sequence[Draft]) -> None:
         added: list[tuple[Draft, UUID | None, bool]] = []
@@ -147,14 +160,14 @@ class Producer:
             self._keys[self._keys.index(str(key))] = f"{self._name}/{self._made}"
             self._made += 1
 
-    def _drafts(self) -> list[Draft]:
+    def _drafts(self, fate: str | None) -> list[Draft]:
         """Return what one transaction adds: a batch of one key, or single messages of several kinds."""
-        fate = _FATED.get(self._transactions) if self._name == "p0.0" else None
         kind = fate or self._rng.choices(list(_MIX), list(_MIX.values()))[0]
         if kind == "deduped":
             return [self._deduped()]
         if kind in UNHANDLED:
-            keys = [None] if kind == "deadly" else [None, *self._keys]
+            # Without a key, what is fated waits behind no other message.
+            keys = [None] if fate or kind == "deadly" else [None, *self._keys]
             return [self._draft(self._rng.choice(keys), ahead=1, kind=kind)]
         if kind not in {"batch", "delayed", "large"}:
             return self._doomed(kind)

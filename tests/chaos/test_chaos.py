@@ -20,6 +20,8 @@ from tests.worlds import CHAOS_STORES
 
 #: How long faults go on in each tier; a minute is what the promises are tested with.
 SECONDS = {"test": "15", "prove": "60"}
+#: From how many seconds on a run must have reached what only chance leads to.
+LONG = 60
 ROOT = Path(__file__).parents[2]
 
 
@@ -78,9 +80,14 @@ async def test_nothing_is_lost_doubled_or_reordered_while_everything_fails(
     # Low, so that a busy machine reaches them too; a run that exercised nothing proves nothing.
     assert sum(verdict["faults"].values()) >= seconds / 4
     assert verdict["messages"] >= 3 * seconds
-    assert verdict["reached"]["rolled back"] > 0
-    assert verdict["reached"]["leases run out and claimed anew"] > 0
     assert verdict["effects"] >= 3 * seconds
-    assert verdict["absorbed"] > 0
+    # Every producer begins with a message that no consumer gets done, and the run waits for the end of each message:
+    # these two are reached on any machine, however short the run is.
     assert verdict["reached"]["dead letters"] > 0
     assert verdict["reached"]["handlings that came to nothing"] > 0
+    if seconds >= LONG:
+        # Left to the dice and the faults. A machine with two cores reaches each some hundreds of times within 15 s, so
+        # that one which is five times slower reaches them too; a short run on a machine that stood still may not.
+        assert verdict["reached"]["rolled back"] > 0
+        assert verdict["reached"]["leases run out and claimed anew"] > 0
+        assert verdict["absorbed"] > 0
