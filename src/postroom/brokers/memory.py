@@ -13,7 +13,7 @@ from typing import Final, Self, TypeAlias
 
 from ..delivery import Delivery
 from ..errors import BrokerUnavailableError, ConfigurationError, StoreUnavailableError
-from ..message import Message, drafted
+from ..message import Message, claimed
 from ..retry import Backoff
 from ..store import Dead, Delivered, Outcome, Release, Retry
 
@@ -301,26 +301,8 @@ class Subscription(AsyncIterator[Delivery]):
                 )
             self._end(number, outcome)
 
-        return Delivery(_attempted(entry.message, entry.attempts), settle)
+        message = entry.message
+        return Delivery(claimed(message, attempt=entry.attempts, token=message.token), settle)
 
     def _end(self, number: int, outcome: Outcome) -> None:
         self._group.settle(self._held.pop(number), outcome)
-
-
-def _attempted(message: Message, attempt: int) -> Message:
-    """Return a message as it is handed out; ``replace`` would take three times as long."""
-    return drafted(
-        topic=message.topic,
-        payload=message.payload,
-        type=message.type,
-        key=message.key,
-        id=message.id,
-        namespace=message.namespace,
-        content_type=message.content_type,
-        headers=message.headers,
-        tenant_id=message.tenant_id,
-        dedupe_key=message.dedupe_key,
-        time=message.time,
-        attempt=attempt,
-        token=message.token,
-    )

@@ -165,9 +165,9 @@ local function size_of(fields)
   return size
 end
 
--- An entry that is not small is announced by whoever adds it, with a time before which the announcement stays: at once
--- for one of ours, a day later for one that was found unannounced, since more of its kind may follow. The first claim
--- after that which leaves nothing unread takes the announcement back.
+-- Our producers and scripts announce an entry that is not small, with the time until which the announcement stays: 0 for
+-- an entry of ours, a day for one that was found unannounced, since more of its kind may follow. The first claim after
+-- that time which leaves nothing unread takes the announcement back.
 local UNANNOUNCED = 86400000000
 
 local function expect_large(time)
