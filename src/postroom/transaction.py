@@ -75,11 +75,12 @@ class Transaction:
             raise TransactionClosedError
         return self._connection
 
-    async def do(self, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 -- whatever it returns
+    def do(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:  # noqa: ANN401 -- whatever it takes
         """Call a function with the connection: awaited if the connection is async, on its thread if it is not."""
         if self._is_async:
-            return await function(self.connection, *arguments)
-        return await self.call(function, self.connection, *arguments)
+            awaitable: Awaitable[Any] = function(self.connection, *arguments)
+            return awaitable
+        return self.call(function, self.connection, *arguments)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 -- whatever it returns
         """Run a plain function on a thread that may use the connection; after the end it is another transaction's."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from .. import events
 from ..dead_letters import DeadLetters, StoredDeadLetters
@@ -94,24 +94,30 @@ class Transactional:
                 self._has_asked = self._has_opened = False
                 await self._store.close()
 
-    async def __call__(self, message: Message, call_next: Next) -> Sequence[Message]:
+    def __call__(self, message: Message, call_next: Next) -> Coroutine[Any, Any, Sequence[Message]]:
         """Handle a message so that its effect happens once."""
-        if not self._has_asked:
-            # Without its tables nothing can be handled, and a store that is not open hints at nothing.
-            with no_fault_of_the_message():
-                self._has_opened = await self._store.open() or self._has_opened
-            self._has_asked = True
+        # Nothing here awaits for the one inside: each coroutine more is resumed with every answer of the database.
+        return self._outermost(message, call_next) if self._has_asked else self._first(message, call_next)
+
+    async def _first(self, message: Message, call_next: Next) -> Sequence[Message]:
+        # Without its tables nothing can be handled, and a store that is not open hints at nothing.
+        with no_fault_of_the_message():
+            self._has_opened = await self._store.open() or self._has_opened
+        self._has_asked = True
+        return await self._outermost(message, call_next)
+
+    def _outermost(self, message: Message, call_next: Next) -> Coroutine[Any, Any, Sequence[Message]]:
         inside = partial(self._in_transaction, call_next)
-        return await (inside(message) if self._dead_letters is None else self._dead_letters(message, inside))
+        return inside(message) if self._dead_letters is None else self._dead_letters(message, inside)
 
-    async def _in_transaction(self, call_next: Next, message: Message) -> Sequence[Message]:
-        return await self._transaction(message, partial(self._in_inbox, call_next))
+    def _in_transaction(self, call_next: Next, message: Message) -> Coroutine[Any, Any, Sequence[Message]]:
+        return self._transaction(message, partial(self._in_inbox, call_next))
 
-    async def _in_inbox(self, call_next: Next, message: Message) -> Sequence[Message]:
-        return await self._inbox(message, partial(self._in_outbox, call_next))
+    def _in_inbox(self, call_next: Next, message: Message) -> Coroutine[Any, Any, Sequence[Message]]:
+        return self._inbox(message, partial(self._in_outbox, call_next))
 
-    async def _in_outbox(self, call_next: Next, message: Message) -> Sequence[Message]:
-        return await self._outbox(message, call_next)
+    def _in_outbox(self, call_next: Next, message: Message) -> Coroutine[Any, Any, Sequence[Message]]:
+        return self._outbox(message, call_next)
 
 
 def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
