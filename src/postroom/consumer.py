@@ -325,7 +325,7 @@ class Consumer:
             clock.reset(timing)
             current.reset(token)
         if not delivery.is_reported:
-            self._tell(_handled(delivery.message, _since(began)))
+            self._tell(_handled(delivery.message, time.monotonic() - began))
         if self._acking == "manual" and delivery.outcome is None:
             work.end()
             return True
@@ -394,10 +394,6 @@ class Consumer:
         return False
 
 
-def _since(began: float) -> timedelta:
-    return timedelta(seconds=time.monotonic() - began)
-
-
 def _check_numbers(concurrency: int, buffer: int | None, timeout: timedelta | None, shutdown_grace: timedelta) -> None:
     if concurrency < 1 or (buffer is not None and buffer < 0):
         raise ConfigurationError(f"concurrency={concurrency} and buffer={buffer} must be at least 1 and 0")
@@ -414,5 +410,5 @@ def _check_acking(acking: Acking, publisher: Publisher | None) -> None:
         raise ConfigurationError("acking='forward' needs publisher=, which delivers what handlers return")
 
 
-def _handled(message: Message, duration: timedelta) -> events.Handled:
-    return events.Handled(message.id, message.type, duration, message.topic, message.key)
+def _handled(message: Message, seconds: float) -> events.Handled:
+    return events.Handled(message.id, message.type, timedelta(seconds=seconds), message.topic, message.key)
