@@ -83,8 +83,9 @@ class Dispatching:
     keep: bool = True
     max_attempts: int = 5
     on_dead: Literal["block", "skip"] = "block"
-    lease: float = 0.8
-    publish_timeout: float = 0.35
+    # Long enough that a busy machine does not lose a lease in which nothing was to go wrong.
+    lease: float = 2.4
+    publish_timeout: float = 1.2
     cleanup_interval: float = 60
 
     @property

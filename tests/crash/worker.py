@@ -66,8 +66,8 @@ class Orders:
     #: Whether messages are published one by one rather than in batches.
     each: bool = False
     keep: bool = True
-    lease: float = 0.8
-    publish_timeout: float = 0.35
+    lease: float = 2.4
+    publish_timeout: float = 1.2
     sweep_interval: float = 0.1
     cleanup_interval: float = 60
     max_attempts: int = 5
