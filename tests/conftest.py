@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import Any
+
 import coverage
 import pytest
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from postroom.events import log_event
+from postroom.testing.clients import ValkeyClient
 
 from .worlds import REDIS_URLS, TIERS, is_proof, is_quick
 
@@ -61,6 +68,13 @@ def _fresh_log() -> None:
 def redis_like_url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty database that is this test's own, on each server that speaks like Redis."""
     return str(request.getfixturevalue(request.param))
+
+
+@pytest.fixture
+async def client(valkey_server: ValkeyClient) -> AsyncIterator[Any]:
+    """A client of Valkey's that sends no command twice, as a store asks for."""
+    async with redis.asyncio.Redis.from_url(valkey_server.dsn, retry=Retry(NoBackoff(), 0)) as client:
+        yield client
 
 
 @pytest.hookimpl(trylast=True)

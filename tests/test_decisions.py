@@ -739,12 +739,6 @@ async def test_of_many_who_decide_revoke_and_renew_one_ends_the_ticket(place: Pl
 # -- in Redis ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def client(valkey_server: ValkeyClient) -> AsyncIterator[Any]:
-    async with redis.asyncio.Redis.from_url(valkey_server.dsn, retry=Retry(NoBackoff(), 0)) as client:
-        yield client
-
-
 async def test_a_dispatcher_s_claim_brings_the_event(
     client: Any,  # noqa: ANN401
     valkey_server: ValkeyClient,

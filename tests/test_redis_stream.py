@@ -63,13 +63,6 @@ class TestRedisStreamStore(StoreContract):
 
 
 @pytest.fixture
-async def client(valkey_server: ValkeyClient) -> AsyncIterator[Foreign]:
-    client = redis.asyncio.Redis.from_url(valkey_server.dsn, retry=Retries(NoBackoff(), 0))
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
 async def store(client: Foreign) -> RedisStreamStore:
     return RedisStreamStore(client, namespace="shop", table=f"test-{uuid4().hex}")
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
 import pytest
-import redis.asyncio
-from redis.asyncio.retry import Retry as Retries
-from redis.backoff import NoBackoff
 
 from postroom import ClaimTerms, Dead, Delivered, Message, Settlement
 from postroom.stores.redis.stream import RedisStreamStore
 from postroom.stores.redis.stream_outbox import SMALL
-from postroom.testing.clients import ValkeyClient
 from postroom.transaction import transactions_of
 
 # The library's own types name neither all commands nor what they answer.
@@ -28,13 +23,6 @@ TERMS = ClaimTerms(worker=uuid4(), max_bytes=MAX_BYTES)
 #: More than any number of claims that one of them must leave behind to read without counting.
 MANY = 10 * LIMIT
 LARGE = 4 * SMALL
-
-
-@pytest.fixture
-async def client(valkey_server: ValkeyClient) -> AsyncIterator[Foreign]:
-    client = redis.asyncio.Redis.from_url(valkey_server.dsn, retry=Retries(NoBackoff(), 0))
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

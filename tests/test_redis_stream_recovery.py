@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -36,13 +36,6 @@ Foreign = Any
 
 def connected(url: str) -> Foreign:
     return redis.asyncio.Redis.from_url(url, retry=Retries(NoBackoff(), 0))
-
-
-@pytest.fixture
-async def client(valkey_server: ValkeyClient) -> AsyncIterator[Foreign]:
-    client = connected(valkey_server.dsn)
-    yield client
-    await client.aclose()
 
 
 #: Moves back since when entries are held, and when somebody looks for them; one by one that would take its time.

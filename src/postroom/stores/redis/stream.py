@@ -158,9 +158,9 @@ class RedisStreamStore(StoreInRedis):
         bounds = "" if terms.max_bytes is None else terms.max_bytes, self._expected, SMALL, int(self._has_read_large)
         claims: list[Claim] = []
         try:
-            since, base, suspect, entries, told, fresh, wanted = await self._run("claim", *wishes, since, *bounds)
+            since, base, suspect, entries, deliveries, fresh, wanted = await self._run("claim", *wishes, since, *bounds)
             self._has_claimed, self._has_read_large = True, False
-            claims += self._taken(entries, told, base=int(base), is_suspect=bool(suspect))
+            claims += self._taken(entries, deliveries, base=int(base), is_suspect=bool(suspect))
             claims += [self._one(entry, _fields(words), 1, int(base) + 1) for entry, words in fresh]
             if wanted:
                 claims += await self._fresh(wanted, name, int(base) + 1)
@@ -175,9 +175,9 @@ class RedisStreamStore(StoreInRedis):
             return await self._look(limit, terms, since)
         return since, claims
 
-    def _taken(self, entries: list[Any], told: list[int], *, base: int, is_suspect: bool) -> list[Claim]:
+    def _taken(self, entries: list[Any], deliveries: list[int], *, base: int, is_suspect: bool) -> list[Claim]:
         claims: list[Claim] = []
-        for (entry, words), count, attempt in zip(entries, told[::2], told[1::2], strict=True):
+        for (entry, words), count, attempt in zip(entries, deliveries[::2], deliveries[1::2], strict=True):
             claims.append(self._one(entry, _fields(words), attempt, base + count, is_suspect=is_suspect))
         return claims
 

@@ -123,7 +123,7 @@ else
   suspect = nil
 end
 
-local taken, told = {}, {}
+local taken, deliveries = {}, {}
 if #ids > 0 then
   local there = {}
   for _, one in ipairs(redis.call('XCLAIM', stream, group, me, 0, unpack(ids))) do
@@ -133,23 +133,23 @@ if #ids > 0 then
     local count, one = counts[number] + 1, there[entry]
     if one then
       taken[#taken + 1] = one
-      told[#told + 1], told[#told + 2] = count, count - note_of(entry)[RELEASED]
+      deliveries[#deliveries + 1], deliveries[#deliveries + 2] = count, count - note_of(entry)[RELEASED]
     else
       mourn(entry, count)
     end
   end
 end
-if limit < 1 then return { '', whole(base), 0, taken, told, {}, 0 } end
+if limit < 1 then return { '', whole(base), 0, taken, deliveries, {}, 0 } end
 -- Also for what is read next: a name that holds nothing is found out when its time has come.
 redis.call('ZADD', leases, 'NX', whole(now + lease * 1000), me)
 local rest = #taken == 0 and more or ''
-if suspect or is_full or rest ~= '' then return { rest, whole(base), suspect and 1 or 0, taken, told, {}, 0 } end
+if suspect or is_full or rest ~= '' then return { rest, whole(base), suspect and 1 or 0, taken, deliveries, {}, 0 } end
 
 -- A script copies every word that it reads twice, which takes longer than the reading itself. While many small entries
 -- are waiting, that is not needed to keep the bound.
 local wanted, large = limit - #taken, large_until()
 local is_bounded = not large and wanted * small <= (max_bytes or 0) - bytes and count_unread() >= DEEP * limit
-if not max_bytes or is_bounded then return { '', whole(base), 0, taken, told, {}, wanted } end
+if not max_bytes or is_bounded then return { '', whole(base), 0, taken, deliveries, {}, wanted } end
 
 -- Lease new entries, as long as they fit. To read is to lease, so those that were read beyond that are unread again: no
 -- other script can come in between.
@@ -190,4 +190,4 @@ while wanted > 0 and not is_full do
   wanted = limit - #taken - #fresh
   count = math.max(1, math.floor((max_bytes - bytes) * (#taken + #fresh) / math.max(bytes, 1)))
 end
-return { '', whole(base), 0, taken, told, fresh, 0 }
+return { '', whole(base), 0, taken, deliveries, fresh, 0 }
