@@ -17,6 +17,6 @@ class Sink:
     def __init__(self, arrivals: Arrivals) -> None:
         self._payloads = arrivals.payloads
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome]:
         self._payloads += [message.payload for message in messages]
         return [Delivered()] * len(messages)

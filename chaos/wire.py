@@ -51,7 +51,7 @@ class Wire:
         """Return the destination as the dispatcher knows it."""
         return message.topic
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Send what the outages of keys leave, and answer for every message."""
         events = [json.loads(message.payload) for message in messages]
         if any(event["kind"] == "killer" for event in events):

@@ -52,7 +52,7 @@ async def test_the_memory_broker_keeps_what_it_confirmed_in_order() -> None:
     broker = MemoryBroker()
     messages = [order(number) for number in range(3)]
 
-    outcomes = [*await broker.publish(messages[:2]), *await broker.publish(messages[2:])]
+    outcomes = [*await broker.publish_batch(messages[:2]), *await broker.publish_batch(messages[2:])]
 
     assert outcomes == [Delivered()] * 3
     assert broker.received == messages
@@ -63,7 +63,7 @@ async def test_the_memory_broker_forgets_the_oldest_beyond_its_bound() -> None:
     broker = MemoryBroker(keep=2)
     messages = [order(number) for number in range(5)]
 
-    await broker.publish(messages)
+    await broker.publish_batch(messages)
 
     assert broker.received == messages[3:]
     assert broker.confirmed == 5
@@ -79,10 +79,10 @@ async def test_a_memory_broker_that_is_down_takes_nothing_until_it_is_up() -> No
     broker.down()
 
     with pytest.raises(BrokerUnavailableError):
-        await broker.publish([order(1)])
+        await broker.publish_batch([order(1)])
     refused = broker.received
     broker.up()
-    await broker.publish([order(2)])
+    await broker.publish_batch([order(2)])
 
     assert refused == []
     assert [message.payload for message in broker.received] == [b'{"number": 2}']
@@ -92,9 +92,9 @@ async def test_a_topic_can_be_down_alone() -> None:
     broker = MemoryBroker()
     broker.down("orders")
 
-    while_down = await broker.publish([order(1), order(2, topic="stock")])
+    while_down = await broker.publish_batch([order(1), order(2, topic="stock")])
     broker.up("orders")
-    afterwards = await broker.publish([order(1)])
+    afterwards = await broker.publish_batch([order(1)])
 
     assert while_down == [Release(), Delivered()]
     assert afterwards == [Delivered()]
@@ -105,7 +105,7 @@ async def test_each_group_gets_each_message_once_and_its_members_compete() -> No
     """F-25: two groups, one of them with two readers."""
     broker = MemoryBroker()
     lone, first, second = (broker.subscribe("orders", group=group) for group in ("lone", "pair", "pair"))
-    await broker.publish([order(number) for number in range(4)])
+    await broker.publish_batch([order(number) for number in range(4)])
 
     async with lone, first, second:
         alone = [await taken(lone) for _ in range(4)]
@@ -119,10 +119,10 @@ async def test_each_group_gets_each_message_once_and_its_members_compete() -> No
 
 async def test_a_group_reads_its_topics_only_and_what_comes_after_it_subscribed() -> None:
     broker = MemoryBroker()
-    await broker.publish([order(1)])
+    await broker.publish_batch([order(1)])
     async with broker.subscribe("orders", "stock", group="g") as reader:
         broker.subscribe("orders", group="g")
-        await broker.publish([order(2), order(3, topic="other"), order(4, topic="stock")])
+        await broker.publish_batch([order(2), order(3, topic="other"), order(4, topic="stock")])
         deliveries = [await taken(reader), await taken(reader)]
 
     assert numbers(deliveries) == [2, 4]
@@ -147,7 +147,7 @@ async def test_a_message_is_handed_out_with_everything_that_it_says() -> None:
     )
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([sent])
+        await broker.publish_batch([sent])
         got = (await taken(reader)).message
 
     assert got == sent
@@ -158,7 +158,7 @@ async def test_what_belongs_to_the_sender_does_not_travel() -> None:
     """F-08, F-19: in-process values die at the broker, also if that is in the same process."""
     broker, region = MemoryBroker(), Local[str]("region")
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([region.put(order(1), "eu")])
+        await broker.publish_batch([region.put(order(1), "eu")])
 
         assert region.of((await taken(reader)).message) is None
     assert region.of(broker.received[0]) is None
@@ -168,7 +168,7 @@ async def test_a_nacked_message_comes_again_after_its_delay_with_a_higher_attemp
     """S1-32, S1-36: others pass it meanwhile."""
     broker, loop = MemoryBroker(), asyncio.get_running_loop()
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([order(1), order(2)])
+        await broker.publish_batch([order(1), order(2)])
         began = loop.time()
         await (await taken(reader)).nack("not now", delay=200 * MS)
         other = await taken(reader)
@@ -182,7 +182,7 @@ async def test_what_comes_due_is_not_held_up_by_what_came_later() -> None:
     """G2: a message that is tried again takes its old place, so a constant load cannot starve it."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([order(number) for number in range(3)])
+        await broker.publish_batch([order(number) for number in range(3)])
         await (await taken(reader)).nack(delay=1 * MS)
         await asyncio.sleep(0.005)
 
@@ -193,7 +193,7 @@ async def test_a_nack_without_a_delay_waits_the_usual_time() -> None:
     """S1-36: one that always fails leaves room for the others."""
     broker, loop = MemoryBroker(), asyncio.get_running_loop()
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([order(1), order(2)])
+        await broker.publish_batch([order(1), order(2)])
         began = loop.time()
         await (await taken(reader)).nack()
 
@@ -205,7 +205,7 @@ async def test_what_is_nacked_for_no_time_goes_behind_the_others_and_before_thos
     """G6: it neither keeps other messages waiting, nor is passed by later ones of its key."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([order(1), order(2), order(3, key="a"), order(4, key="a"), order(5)])
+        await broker.publish_batch([order(1), order(2), order(3, key="a"), order(4, key="a"), order(5)])
         await (await taken(reader)).nack(delay=timedelta(0))
         held = [await taken(reader)]
         await (await taken(reader)).nack(delay=timedelta(0))
@@ -219,7 +219,7 @@ async def test_what_is_nacked_for_no_time_goes_behind_the_others_and_before_thos
 async def test_a_short_wait_ends_before_a_long_one_that_began_earlier() -> None:
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([order(number) for number in range(4)])
+        await broker.publish_batch([order(number) for number in range(4)])
         held = [await taken(reader) for _ in range(4)]
         for delivery, delay in zip(held, (timedelta(hours=2), 1 * MS, timedelta(hours=1), 1 * MS), strict=True):
             await delivery.nack(delay=delay)
@@ -231,7 +231,7 @@ async def test_readers_that_wait_are_told_of_everything_that_comes_due() -> None
     """S1-32: each gets one, though neither asks again."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as one, broker.subscribe("orders", group="g") as two:
-        await broker.publish([order(1), order(2)])
+        await broker.publish_batch([order(1), order(2)])
         held = [await taken(one), await taken(one)]
         waiting = [asyncio.ensure_future(taken(reader)) for reader in (one, two)]
         await asyncio.sleep(0)
@@ -245,7 +245,7 @@ async def test_messages_of_a_key_wait_for_the_one_before() -> None:
     """G6: also while it waits to be tried again; other keys do not."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader, broker.subscribe("orders", group="g") as other:
-        await broker.publish([order(1, key="a"), order(2, key="a"), order(3, key="b")])
+        await broker.publish_batch([order(1, key="a"), order(2, key="a"), order(3, key="b")])
         first, beside = await taken(reader), await taken(other)
         assert numbers([first, beside]) == [1, 3]
 
@@ -263,7 +263,7 @@ async def test_a_released_message_has_its_attempt_back() -> None:
     """S1-37: as if it had never been handed out; it may be told to wait."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([order(1), order(2)])
+        await broker.publish_batch([order(1), order(2)])
         await (await taken(reader)).release()
         again = await taken(reader)
         assert (numbers([again]), again.message.attempt) == ([1], 1)
@@ -278,7 +278,7 @@ async def test_a_rejected_message_is_kept_for_its_group() -> None:
     """G2, G9: it does not come again, and its key goes on."""
     broker = MemoryBroker(keep=2)
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([order(number, key="a") for number in range(4)])
+        await broker.publish_batch([order(number, key="a") for number in range(4)])
         for _ in range(3):
             await (await taken(reader)).reject("no such customer")
         assert numbers([await taken(reader)]) == [3]
@@ -294,7 +294,7 @@ async def test_leaving_gives_back_what_is_held_and_a_late_ack_says_so() -> None:
     """G2: the next reader gets it, and whoever still holds it is told."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([order(1, key="a"), order(2)])
+        await broker.publish_batch([order(1, key="a"), order(2)])
         held = [await taken(reader), await taken(reader)]
         waiting = asyncio.ensure_future(anext(reader))
         await asyncio.sleep(0)
@@ -318,7 +318,7 @@ async def test_leaving_gives_back_what_is_held_and_a_late_ack_says_so() -> None:
 async def test_a_subscription_can_be_entered_again_and_knows_its_old_deliveries() -> None:
     broker = MemoryBroker()
     reader = broker.subscribe("orders", group="g")
-    await broker.publish([order(1)])
+    await broker.publish_batch([order(1)])
     async with reader:
         old = await taken(reader)
     async with reader:
@@ -334,15 +334,15 @@ async def test_a_group_that_is_full_refuses_more_until_it_has_room() -> None:
     """G11, G13: back-pressure reaches whoever publishes; no other group gets what one refuses."""
     broker = MemoryBroker(capacity=2)
     async with broker.subscribe("orders", group="g") as reader, broker.subscribe("orders", group="quick") as quick:
-        outcomes = await broker.publish([order(number) for number in range(3)])
+        outcomes = await broker.publish_batch([order(number) for number in range(3)])
         for _ in range(2):
             await (await taken(quick)).ack()
         assert outcomes == [Delivered(), Delivered(), Release()]
 
         held = await taken(reader)
-        assert await broker.publish([order(3)]) == [Release()]
+        assert await broker.publish_batch([order(3)]) == [Release()]
         await held.ack()
-        assert await broker.publish([order(3)]) == [Delivered()]
+        assert await broker.publish_batch([order(3)]) == [Delivered()]
         assert numbers([await taken(quick)]) == [3]
         assert broker.backlog("g") == 2
 
@@ -356,7 +356,7 @@ async def test_cancelled_readers_lose_nothing(keys: str | None) -> None:
             readings = [asyncio.ensure_future(taken(reader)) for reader in (one, two)]
             for _ in range(number % 4):
                 await asyncio.sleep(0)
-            await broker.publish([order(number, key=keys and keys[number % 2])])
+            await broker.publish_batch([order(number, key=keys and keys[number % 2])])
             for _ in range(number // 4 % 4):
                 await asyncio.sleep(0)
             for reading in readings:
@@ -379,7 +379,7 @@ async def test_a_message_goes_to_another_when_the_reader_woken_for_it_is_cancell
     async with broker.subscribe("orders", group="g") as one, broker.subscribe("orders", group="g") as two:
         cancelled, staying = (asyncio.ensure_future(taken(reader)) for reader in (one, two))
         await asyncio.sleep(0)
-        await broker.publish([order(1)])
+        await broker.publish_batch([order(1)])
         cancelled.cancel()
 
         assert numbers([await staying]) == [1]
@@ -406,7 +406,7 @@ async def test_a_reader_that_leaves_wakes_another_for_the_message_it_was_woken_f
             await asyncio.sleep(0)
             staying = asyncio.ensure_future(taken(two))
             await asyncio.sleep(0)
-            await broker.publish([order(1)])
+            await broker.publish_batch([order(1)])
 
         assert numbers([await staying]) == [1]
         with pytest.raises(StopAsyncIteration):
@@ -417,7 +417,7 @@ async def test_a_reader_that_waits_does_not_keep_the_loop_busy() -> None:
     """G11: neither for a message nor for a time."""
     broker, loop = MemoryBroker(), asyncio.get_running_loop()
     async with broker.subscribe("orders", group="g") as reader:
-        await broker.publish([order(1)])
+        await broker.publish_batch([order(1)])
         await (await taken(reader)).nack(delay=timedelta(hours=1))
         waiting = asyncio.ensure_future(anext(reader))
         for _ in range(3):
@@ -450,7 +450,8 @@ async def _cost(count: int) -> float:
         broker.subscribe(f"topic {other}", group=f"group {other}")
     async with broker.subscribe("orders", group="g") as reader:
         began = time.process_time()
-        await broker.publish([order(number, key=None if number % 2 else f"{number % 9}") for number in range(count)])
+        orders = [order(number, key=None if number % 2 else f"{number % 9}") for number in range(count)]
+        await broker.publish_batch(orders)
         for _ in range(count):
             await (await anext(reader)).ack()
         return (time.process_time() - began) / count
@@ -476,7 +477,7 @@ async def test_a_line_is_a_cloud_event_with_everything_that_the_message_says() -
         token=9,
     )
 
-    outcomes = await LinesBroker(stream).publish([message])
+    outcomes = await LinesBroker(stream).publish_batch([message])
 
     assert outcomes == [Delivered()]
     assert parsed(stream.getvalue()) == [
@@ -514,7 +515,7 @@ async def test_what_is_no_json_travels_as_the_bytes_that_it_is(content_type: str
     """S2-36: a payload is never refused for what is in it."""
     stream = io.BytesIO()
 
-    await LinesBroker(stream).publish([Message(topic="t", type="t", payload=payload, content_type=content_type)])
+    await LinesBroker(stream).publish_batch([Message(topic="t", type="t", payload=payload, content_type=content_type)])
 
     (event,) = parsed(stream.getvalue())
     assert base64.b64decode(event["data_base64"]) == payload
@@ -525,7 +526,7 @@ async def test_what_is_no_json_travels_as_the_bytes_that_it_is(content_type: str
 async def test_every_kind_of_json_stands_in_the_line_as_json(content_type: str) -> None:
     stream = io.BytesIO()
 
-    await LinesBroker(stream).publish([Message(topic="t", type="t", payload=b"[1]", content_type=content_type)])
+    await LinesBroker(stream).publish_batch([Message(topic="t", type="t", payload=b"[1]", content_type=content_type)])
 
     assert parsed(stream.getvalue())[0]["data"] == [1]
 
@@ -534,7 +535,7 @@ async def test_a_message_with_line_breaks_and_control_characters_stays_one_line_
     stream = io.BytesIO()
     payload = json.dumps({"x": "a\nb\x1b\x9b\u2028"}, ensure_ascii=False).encode()
 
-    await LinesBroker(stream).publish([Message(topic="t", type="t", payload=payload)])
+    await LinesBroker(stream).publish_batch([Message(topic="t", type="t", payload=payload)])
 
     assert stream.getvalue().isascii()
     assert stream.getvalue().count(b"\n") == 1
@@ -545,7 +546,7 @@ async def test_nothing_is_confirmed_before_a_buffer_is_flushed() -> None:
     """A buffered line would be lost with the process."""
     reading, writing = os.pipe()
     with io.FileIO(reading) as reader, io.BufferedWriter(io.FileIO(writing, "w"), 1_000_000) as stream:
-        await LinesBroker(stream).publish([order(1)])
+        await LinesBroker(stream).publish_batch([order(1)])
 
         os.set_blocking(reading, False)
         assert parsed(reader.read(65536) or b"")[0]["data"] == {"number": 1}
@@ -554,7 +555,7 @@ async def test_nothing_is_confirmed_before_a_buffer_is_flushed() -> None:
 async def test_a_batch_larger_than_a_pipe_is_written_whole_while_the_loop_goes_on() -> None:
     reading, writing = os.pipe()
     with io.FileIO(reading) as reader, io.FileIO(writing, "w") as stream:
-        publishing = asyncio.create_task(LinesBroker(stream).publish([order(number) for number in range(2000)]))
+        publishing = asyncio.create_task(LinesBroker(stream).publish_batch([order(number) for number in range(2000)]))
         text = b""
         while text.count(b"\n") < 2000:
             text += await asyncio.to_thread(reader.read, 65536)
@@ -571,7 +572,7 @@ async def test_a_reader_that_has_gone_is_an_outage_and_is_remembered() -> None:
         broker = LinesBroker(stream)
 
         with pytest.raises(BrokerUnavailableError):
-            await broker.publish([order(1)])
+            await broker.publish_batch([order(1)])
 
         assert broker.is_gone
 
@@ -594,10 +595,10 @@ async def test_a_line_that_broke_off_does_not_spoil_the_next() -> None:
     broker = LinesBroker(stream)
     stream.room = 20
     with pytest.raises(BrokerUnavailableError):
-        await broker.publish([order(1)])
+        await broker.publish_batch([order(1)])
     stream.room = 100_000
 
-    await broker.publish([order(1), order(2)])
+    await broker.publish_batch([order(1), order(2)])
 
     torn, *whole = stream.getvalue().splitlines()
     assert len(torn) == 20
@@ -610,16 +611,16 @@ async def test_a_batch_given_up_before_its_turn_is_never_written() -> None:
     with io.FileIO(reading) as reader, io.FileIO(writing, "w") as stream:
         broker = LinesBroker(stream)
         large = Message(topic="t", type="t", payload=json.dumps("x" * 200_000).encode())
-        stuck = asyncio.create_task(broker.publish([large]))
+        stuck = asyncio.create_task(broker.publish_batch([large]))
         text = await asyncio.to_thread(reader.read, 1000)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await broker.publish([order(1)])
+                await broker.publish_batch([order(1)])
 
         while not text.endswith(b"\n"):
             text += await asyncio.to_thread(reader.read, 65536)
         await stuck
-        await broker.publish([order(2)])
+        await broker.publish_batch([order(2)])
         text += await asyncio.to_thread(reader.read, 65536)
 
     assert [event["data"] for event in parsed(text)][1:] == [{"number": 2}]
@@ -633,7 +634,7 @@ async def test_the_file_broker_appends_batches_and_keeps_what_was_there(tmp_path
     path.write_bytes(b'{"data": "before"}\n')
     broker = FileBroker(path)
 
-    outcomes = [*await broker.publish([order(1), order(2)]), *await broker.publish([order(3)])]
+    outcomes = [*await broker.publish_batch([order(1), order(2)]), *await broker.publish_batch([order(3)])]
 
     assert outcomes == [Delivered()] * 3
     assert [event["data"] for event in parsed(path.read_bytes())] == [
@@ -645,7 +646,7 @@ async def test_the_file_broker_appends_batches_and_keeps_what_was_there(tmp_path
 
 
 async def test_a_new_file_is_for_its_owner_alone(tmp_path: Path) -> None:
-    await FileBroker(tmp_path / "messages.jsonl").publish([order(1)])
+    await FileBroker(tmp_path / "messages.jsonl").publish_batch([order(1)])
 
     assert (tmp_path / "messages.jsonl").stat().st_mode & 0o077 == 0
 
@@ -655,7 +656,7 @@ async def test_half_a_line_left_by_a_crash_does_not_spoil_the_next(tmp_path: Pat
     path = tmp_path / "messages.jsonl"
     path.write_bytes(b'{"whole": 1}\n{"hal')
 
-    await FileBroker(path).publish([order(1)])
+    await FileBroker(path).publish_batch([order(1)])
 
     whole, half, line = path.read_bytes().splitlines()
     assert json.loads(whole) == {"whole": 1}
@@ -666,10 +667,10 @@ async def test_half_a_line_left_by_a_crash_does_not_spoil_the_next(tmp_path: Pat
 async def test_a_file_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "messages.jsonl"
     broker = FileBroker(path)
-    await broker.publish([order(1)])
+    await broker.publish_batch([order(1)])
     path.rename(tmp_path / "messages.1")
 
-    await broker.publish([order(2)])
+    await broker.publish_batch([order(2)])
 
     assert [event["data"]["number"] for event in parsed(path.read_bytes())] == [2]
 
@@ -686,16 +687,16 @@ def order(number):
 
 async def main():
     broker = FileBroker(sys.argv[1])
-    await broker.publish([order(1)])
+    await broker.publish_batch([order(1)])
     size = Path(sys.argv[1]).stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, resource.RLIM_INFINITY))
     try:
-        await broker.publish([order(2)])
+        await broker.publish_batch([order(2)])
     except BrokerUnavailableError as error:
         print(error)
     assert Path(sys.argv[1]).stat().st_size == size
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    await broker.publish([order(3)])
+    await broker.publish_batch([order(3)])
 
 asyncio.run(main())
 """
@@ -717,12 +718,12 @@ def test_a_disk_without_room_is_an_outage_and_leaves_no_half_line(tmp_path: Path
 @pytest.mark.parametrize("path", ["missing/folder/messages.jsonl", "."])
 async def test_a_path_that_cannot_be_written_is_an_outage(tmp_path: Path, path: str) -> None:
     with pytest.raises(BrokerUnavailableError, match="cannot write"):
-        await FileBroker(tmp_path / path).publish([order(1)])
+        await FileBroker(tmp_path / path).publish_batch([order(1)])
 
 
 async def test_what_cannot_be_made_durable_is_refused() -> None:
     with pytest.raises(BrokerUnavailableError, match="use stdout:"):
-        await FileBroker("/dev/null").publish([order(1)])
+        await FileBroker("/dev/null").publish_batch([order(1)])
 
 
 async def test_another_writer_of_the_file_is_waited_for_and_then_told_of(tmp_path: Path) -> None:
@@ -731,8 +732,8 @@ async def test_another_writer_of_the_file_is_waited_for_and_then_told_of(tmp_pat
         fcntl.flock(other, fcntl.LOCK_SH)
 
         with pytest.raises(BrokerUnavailableError, match="another process"):
-            await FileBroker(path, patience=timedelta(milliseconds=20)).publish([order(1)])
-        waiting = asyncio.create_task(FileBroker(path).publish([order(2)]))
+            await FileBroker(path, patience=timedelta(milliseconds=20)).publish_batch([order(1)])
+        waiting = asyncio.create_task(FileBroker(path).publish_batch([order(2)]))
         done, _ = await asyncio.wait({waiting}, timeout=0.05)
         fcntl.flock(other, fcntl.LOCK_UN)
         await waiting

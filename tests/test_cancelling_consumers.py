@@ -256,7 +256,7 @@ async def test_a_cancelled_consumer_gives_back_what_it_held(site: Site) -> None:
 
             consume = partial(_until_handled, site, store, broker, name, messages)
             broker.subscribe("orders", group="stock")
-            await broker.publish(messages)
+            await broker.publish_batch(messages)
 
             await cut.run(consume())
 
@@ -307,7 +307,7 @@ async def _is_empty(broker: MemoryBroker, cut: Cut) -> None:
 async def _read(broker: MemoryBroker, acked: list[UUID], late: list[Message], wanted: int) -> None:
     """Acknowledge so many messages, some of which come while this waits."""
     async with broker.subscribe("orders", group="stock") as deliveries:
-        asyncio.get_running_loop().call_soon(asyncio.ensure_future, broker.publish(late))
+        asyncio.get_running_loop().call_soon(asyncio.ensure_future, broker.publish_batch(late))
         async for delivery in deliveries:
             await asyncio.sleep(0)
             await delivery.ack()
@@ -323,7 +323,7 @@ async def test_a_cancelled_reader_of_the_broker_in_memory_loses_nothing() -> Non
         messages = [message("a"), message("a"), message(), message("a")]
         acked: list[UUID] = []
         broker.subscribe("orders", group="stock")
-        await broker.publish(messages[:2])
+        await broker.publish_batch(messages[:2])
 
         await cut.run(_read(broker, acked, messages[2:], len(messages)))
 
@@ -353,9 +353,9 @@ async def test_a_cancelled_reader_wakes_another_one_that_waits() -> None:
             await asyncio.sleep(0)
             waiting = asyncio.create_task(_take(second))
             await asyncio.sleep(0)
-            await broker.publish([message()])
+            await broker.publish_batch([message()])
             await taking
             if not cut.happened:
-                await broker.publish([message()])
+                await broker.publish_batch([message()])
             await waiting
         await _is_empty(broker, cut)

@@ -162,7 +162,7 @@ async def test_payloads_in_flight_stay_within_the_documented_bound() -> None:
     fill(store, 200, 64 * KIB)
 
     class Broker:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
             await finish.wait()
             return [Delivered()] * len(messages)
 

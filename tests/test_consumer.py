@@ -153,7 +153,7 @@ class Answering:
         self.error = error
         self.published: list[Message] = []
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         self.published.extend(messages)
         if self.error is not None:
             raise self.error
@@ -290,7 +290,7 @@ async def test_a_database_that_is_away_costs_no_attempt(error: StoreError | Comm
     router = routed(handler)
     dead_letters = DeadLetterMiddleware(Letters(), max_attempts=3)
     consumer = Consumer(broker.subscribe("orders", group="stock"), router, dead_letters, backoff=no_delay)
-    await broker.publish([order()])
+    await broker.publish_batch([order()])
     await consumer.run()
 
     assert (left, letters) == (-1, [])
@@ -887,7 +887,7 @@ async def test_a_failed_message_of_a_key_comes_again_before_the_next() -> None:
     consumer = Consumer(
         broker.subscribe("orders", group="g"), routed(handler), concurrency=8, backoff=no_delay, listener=Seen().append
     )
-    await broker.publish([order(n, key=f"k{n % 4}") for n in range(await_all)])
+    await broker.publish_batch([order(n, key=f"k{n % 4}") for n in range(await_all)])
     async with running(consumer):
         await until(lambda: len(order_of_ends) == await_all, "everything being handled")
 
@@ -1021,7 +1021,7 @@ async def test_what_is_released_at_the_end_is_not_read_again() -> None:
     """F-25: each delivery is counted once, also if nobody wants to wait."""
     broker, seen = MemoryBroker(), Seen()
     consumer = Consumer(broker.subscribe("orders", group="g"), routed(Gate()), listener=seen.append)
-    await broker.publish([order(number, key=str(number)) for number in range(8)])
+    await broker.publish_batch([order(number, key=str(number)) for number in range(8)])
 
     async with running(consumer) as task:
         await until(lambda: bool(seen.of(events.ConsumerStarted)), "the consumer running")
@@ -1086,9 +1086,9 @@ async def test_a_cancelled_consumer_leaves_no_task_and_holds_no_delivery(steps: 
     """F-25, F-20: wherever the cancellation strikes."""
     before = asyncio.all_tasks()
     broker, begun = MemoryBroker(), list[bytes]()
-    await broker.publish([])
+    await broker.publish_batch([])
     subscription = broker.subscribe("orders", group="g")
-    await broker.publish([order(n, key="k" if n % 2 else None) for n in range(10)])
+    await broker.publish_batch([order(n, key="k" if n % 2 else None) for n in range(10)])
 
     async def handler(message: Message) -> None:
         begun.append(message.payload)

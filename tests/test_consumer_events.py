@@ -109,7 +109,7 @@ async def test_a_handled_message_is_reported_once(shop: Shop, stack: Stack) -> N
         await shop.write(1)
 
     async with desk.open():
-        await desk.broker.publish([message])
+        await desk.broker.publish_batch([message])
         await desk.idle()
 
     [handled] = desk.of(events.Handled)
@@ -127,9 +127,9 @@ async def test_a_duplicate_is_reported_as_skipped_and_not_as_handled(shop: Shop,
     async def reserve() -> None: ...
 
     async with desk.open():
-        await desk.broker.publish([message])
+        await desk.broker.publish_batch([message])
         await desk.idle()
-        await desk.broker.publish([message])
+        await desk.broker.publish_batch([message])
         await desk.idle()
 
     assert [event.message_id for event in desk.of(events.Handled)] == [message.id]
@@ -146,7 +146,7 @@ async def test_a_dead_letter_is_reported_once_and_not_as_handled(shop: Shop, sta
         raise RejectError("no such article")
 
     async with desk.open():
-        await desk.broker.publish([message])
+        await desk.broker.publish_batch([message])
         await desk.idle()
 
     [dead] = desk.of(events.DeadLettered)
@@ -164,7 +164,7 @@ async def test_a_failure_is_reported_for_each_attempt(shop: Shop, stack: Stack) 
         raise RuntimeError("out of shelves")
 
     async with desk.open():
-        await desk.broker.publish([order()])
+        await desk.broker.publish_batch([order()])
         await desk.idle()
 
     assert [event.attempt for event in desk.of(events.HandlingFailed)] == [1]
@@ -193,7 +193,7 @@ async def test_one_listener_that_is_given_to_everything_hears_each_event_once(sh
 
     async with desk.open():
         for message in (first, first, second):
-            await desk.broker.publish([message])
+            await desk.broker.publish_batch([message])
             await desk.idle()
 
     kinds = (events.Handled, events.DuplicateSkipped, events.HandlingFailed, events.DeadLettered)
@@ -210,9 +210,9 @@ async def test_a_listener_of_a_middleware_hears_its_events_beside_the_consumers(
     async def reserve() -> None: ...
 
     async with desk.open():
-        await desk.broker.publish([message])
+        await desk.broker.publish_batch([message])
         await desk.idle()
-        await desk.broker.publish([message])
+        await desk.broker.publish_batch([message])
         await desk.idle()
 
     assert [type(event) for event in own] == [events.DuplicateSkipped]
@@ -233,7 +233,7 @@ async def test_a_message_that_a_handler_hands_on_does_not_hide_that_its_own_was_
         await nested(inner, nothing)
 
     async with desk.open():
-        await desk.broker.publish([message])
+        await desk.broker.publish_batch([message])
         await desk.idle()
 
     assert [event.message_id for event in desk.of(events.DuplicateSkipped)] == [inner.id]
@@ -270,7 +270,7 @@ async def test_a_transaction_that_was_applied_in_part_is_reported(redis_url: str
         await pipeline.incr(transactions.key("text"))
 
     async with desk.open():
-        await desk.broker.publish([order()])
+        await desk.broker.publish_batch([order()])
         await desk.hears(events.PartlyApplied)
         await desk.idle()
 
@@ -314,7 +314,7 @@ async def test_an_inbox_in_transactions_of_your_own_is_cleaned_after_the_first_m
     async def reserve() -> None: ...
 
     async with desk.open():
-        await desk.broker.publish([order()])
+        await desk.broker.publish_batch([order()])
         await desk.hears(events.InboxPurged)
 
     assert await shop.marks() == 0

@@ -133,7 +133,7 @@ class Recorder:
     answers: Sequence[Outcome | None] = (Delivered(),)
     messages: list[Message] = field(default_factory=list[Message])
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         self.messages += messages
         return self.answers
 

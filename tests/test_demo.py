@@ -73,11 +73,11 @@ class ForgetfulBroker(StumblingBroker):
     topic = "orders"
     has_forgotten = False
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         place = next((place for place, message in enumerate(messages) if message.topic == self.topic), None)
         if self.has_forgotten or self.confirmed < 10 or place is None:
-            return await super().publish(messages)
-        outcomes = [*await super().publish([*messages[:place], *messages[place + 1 :]])]
+            return await super().publish_batch(messages)
+        outcomes = [*await super().publish_batch([*messages[:place], *messages[place + 1 :]])]
         self.has_forgotten = True
         outcomes.insert(place, Delivered())
         return outcomes
@@ -89,28 +89,28 @@ class HauntedBroker(StumblingBroker):
     ghosts: Sequence[UUID] = ()
     has_haunted = False
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        outcomes = await super().publish(messages)
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        outcomes = await super().publish_batch(messages)
         orders = [message for message in messages if message.topic == "orders"]
         if orders and self.ghosts and not self.has_haunted:
             self.has_haunted = True
-            await MemoryBroker.publish(self, [replace(orders[0], id=self.ghosts[0])])
+            await MemoryBroker.publish_batch(self, [replace(orders[0], id=self.ghosts[0])])
         return outcomes
 
 
 class ReversingBroker(StumblingBroker):
     """Takes the messages of a batch from its end."""
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        return (await super().publish(messages[::-1]))[::-1]
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        return (await super().publish_batch(messages[::-1]))[::-1]
 
 
 class RepeatingBroker(MemoryBroker):
     """Takes every message twice, as at-least-once delivery allows."""
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        await super().publish(messages)
-        return await super().publish(messages)
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        await super().publish_batch(messages)
+        return await super().publish_batch(messages)
 
 
 class ForgottenStockBroker(ForgetfulBroker):
@@ -124,12 +124,12 @@ class ForkedTongueBroker(StumblingBroker):
 
     has_lied = False
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
-        outcomes = await super().publish(messages)
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        outcomes = await super().publish_batch(messages)
         stock = [message for message in messages if message.topic == "stock"]
         if stock and not self.has_lied:
             self.has_lied = True
-            await MemoryBroker.publish(self, [replace(stock[0], id=uuid4())])
+            await MemoryBroker.publish_batch(self, [replace(stock[0], id=uuid4())])
         return outcomes
 
 

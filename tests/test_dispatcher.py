@@ -93,7 +93,7 @@ class Answers:
         self.answer = answer
         self.batches: list[list[UUID]] = []
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         self.batches.append([message.id for message in messages])
         return [self.answer(message) for message in messages]
 
@@ -198,7 +198,7 @@ async def test_a_wrong_number_of_outcomes_fails_the_batch() -> None:
     """A publisher that breaks its contract loses nothing."""
 
     class Short:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
             return []
 
     bench = Bench()
@@ -215,7 +215,7 @@ async def test_an_outage_spends_no_attempts_and_makes_no_dead_letters() -> None:
     is_down, calls = True, 0
 
     class Broker:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
             nonlocal calls
             calls += 1
             if is_down:
@@ -242,7 +242,7 @@ async def test_during_an_outage_one_message_at_a_time_tests_the_destination() ->
     is_down = True
 
     class Broker:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
             sizes.append(len(messages))
             if is_down:
                 raise BrokerUnavailableError("connection refused")
@@ -322,7 +322,7 @@ async def test_a_publisher_that_never_answers_is_cut_off() -> None:
     """G11: every call to a broker has a deadline of our own."""
 
     class Silent:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
             await asyncio.Event().wait()
             return []
 
@@ -338,7 +338,7 @@ async def test_a_publisher_that_is_cut_off_after_a_task_group_failed_did_not_ans
     """G11: the group leaves a request to cancel behind in Python 3.11, and no attempt is spent for that."""
 
     class Silent:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
             with contextlib.suppress(ExceptionGroup):
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self.fail())
@@ -878,7 +878,7 @@ class Batches:
     def __init__(self, send: Callable[[Message], Awaitable[None]]) -> None:
         self._send = send
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         for message in messages:
             await self._send(message)
         return [Delivered()] * len(messages)

@@ -171,7 +171,7 @@ async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplo
 
     async with running(execute(whole, names)):
         message = placed(42)
-        await broker.publish([message, message])
+        await broker.publish_batch([message, message])
         await until(lambda: "duplicate skipped" in caplog.text, "the second one being known")
     assert await reserved() == [42]
     assert (
@@ -186,11 +186,11 @@ async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplo
 
     await execute(acking, names)
     async with running(names["manual"].run()):
-        await broker.publish([placed(43)])
+        await broker.publish_batch([placed(43)])
         # What was not acknowledged when the consumer before ended comes again first.
         await until(lambda: 43 in names["filed"], "the handler acknowledging")
     async with running(names["forwarding"].run()):
-        await broker.publish([placed(44)])
+        await broker.publish_batch([placed(44)])
         await until(lambda: any(message.topic == "stock" for message in broker.received), "the output being sent on")
     assert await reserved() == [42, 44]
 
@@ -201,7 +201,7 @@ async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplo
 
     await execute(stack, names)
     async with running(names["stack"].run()):
-        await broker.publish([placed(45, headers={"ce-correlationid": "story"})])
+        await broker.publish_batch([placed(45, headers={"ce-correlationid": "story"})])
         await until(
             reads(pool, "SELECT headers ->> 'ce-correlationid' FROM postroom_outbox ORDER BY seq DESC", "story"), "it"
         )
@@ -373,7 +373,7 @@ async def test_the_page_about_redis_is_true(valkey_url: str) -> None:
     async with running(names["consumer"].run()):
         order = Message(topic="orders", type="order.placed", payload=b'{"item": "apple"}')
         for _ in range(2):
-            await broker.publish([order])
+            await broker.publish_batch([order])
             await until(lambda: not broker.backlog("stock"), "the acknowledgement")
 
     assert (claim.message.topic, claim.message.key) == ("orders", "7")

@@ -129,7 +129,7 @@ class Receiver:
         self.is_down = False
         self.refusals = 0
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         if self.is_down:
             self.refusals += 1
             raise BrokerUnavailableError("connection refused")

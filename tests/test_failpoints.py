@@ -193,7 +193,7 @@ async def receive(store: SQLiteStore, points: Failpoints, router: Router) -> Non
         listener=lambda _: None,
     )
     points.on("ack.after", consumer.stop_soon)
-    await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+    await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])
     await consumer.run()
 
 
@@ -274,7 +274,7 @@ async def test_a_store_without_a_driver_has_the_points_around_its_calls() -> Non
         Outbox().add(transaction, {"n": 1}, topic="t")
 
     class Everything:
-        async def publish(self, messages: list[Message]) -> list[Delivered]:
+        async def publish_batch(self, messages: list[Message]) -> list[Delivered]:
             return [Delivered()] * len(messages)
 
     await Dispatcher(TappedStore(store, points), TappedPublisher(Everything(), points)).run(until_idle=True)  # type: ignore[arg-type]

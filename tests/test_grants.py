@@ -214,7 +214,7 @@ async def test_a_dispatcher_delivers_retries_and_purges(site: Site) -> None:
         if not failed:
             failed.append(one)
             raise LookupError("not yet")
-        await broker.publish([one])
+        await broker.publish_batch([one])
 
     dispatcher = Dispatcher(store, Each(publish), backoff=Backoff(base=timedelta(milliseconds=1)))
     running = asyncio.create_task(dispatcher.run())
@@ -244,7 +244,7 @@ async def test_a_consumer_marks_adds_buries_and_cleans_up(site: Site) -> None:
     store, broker = site.store("consumer"), MemoryBroker()
     stack = transactional(store, consumer="stock")
     consumer = Consumer(broker.subscribe("orders", group="stock"), router, stack)
-    await broker.publish([first := message(1), message(2), first])
+    await broker.publish_batch([first := message(1), message(2), first])
     running = asyncio.create_task(consumer.run())
     await until(lambda: broker.backlog("stock") == 0 or running.done(), "the messages", within=timedelta(seconds=60))
     age = "UPDATE postroom_inbox SET created_at = now() - interval '1 day'"

@@ -71,7 +71,7 @@ async def consume_one(middleware: Middleware, work: Callable[[], Any], timeout: 
 
     broker = MemoryBroker()
     consumer = Consumer(broker.subscribe("orders", group="stock"), router, middleware, timeout=timeout)
-    await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+    await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])
     async with asyncio.timeout(60):
         await consumer.run()
     return answers[0]

@@ -63,7 +63,7 @@ class Desk:
     async def put(self, *numbers: int) -> None:
         messages = [order(number) for number in numbers]
         self.numbers.update((message.id, number) for message, number in zip(messages, numbers, strict=True))
-        await self.broker.publish(messages)
+        await self.broker.publish_batch(messages)
 
     def failures(self) -> list[tuple[int, int, str]]:
         """Return number, attempt and error of each message that failed."""
@@ -185,7 +185,7 @@ async def test_a_message_that_waits_for_the_lock_of_its_mark_costs_no_attempt(
         marked, leave = asyncio.Event(), asyncio.Event()
         other = asyncio.create_task(_mark_and_roll_back(shop, elsewhere, marked, leave))
         await marked.wait()
-        await desk.broker.publish([elsewhere])
+        await desk.broker.publish_batch([elsewhere])
         async with desk.open():
             await asyncio.sleep(2 * TIMEOUT.total_seconds())  # nothing tells of a message that goes on waiting
             leave.set()
@@ -273,7 +273,7 @@ async def test_a_deadline_inside_a_transaction_has_ended_when_it_commits(request
 
         expiry = (datetime.now(UTC) + LONG).isoformat()
         async with desk.open():
-            await desk.broker.publish([replace(order(1), headers={"ce-expirytime": expiry})])
+            await desk.broker.publish_batch([replace(order(1), headers={"ce-expirytime": expiry})])
             await until(lambda: desk.broker.backlog("stock") == 0, "the message is settled", within=LONG)
 
         assert await shop.effects() == [1]
@@ -296,7 +296,7 @@ async def test_a_message_whose_commit_takes_longer_than_its_time_is_handled(
 
         expiry = (datetime.now(UTC) + 2 * TIMEOUT).isoformat()
         async with desk.open():
-            await desk.broker.publish([replace(order(1), headers={"ce-expirytime": expiry} if outermost else {})])
+            await desk.broker.publish_batch([replace(order(1), headers={"ce-expirytime": expiry} if outermost else {})])
             await until(lambda: desk.broker.backlog("stock") == 0, "the message is settled", within=LONG)
 
         assert await shop.effects() == [1]

@@ -152,7 +152,7 @@ class Batch:
     def __init__(self) -> None:
         self.calls = 0
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         self.calls += 1
         match self.calls % 4:
             case 0:
@@ -285,7 +285,7 @@ async def test_failed_transactions_log_no_secret(postgres_dsn: str, logged: Ever
 
     around = transactional(store, consumer="stock")
     consumer = Consumer(broker.subscribe("orders", group="stock"), router, around, backoff=lambda _: LONG)
-    await broker.publish([order(1)])
+    await broker.publish_batch([order(1)])
     await consumer.run()
 
     is_silent(logged, "handling failed: ", "Violation")

@@ -110,7 +110,7 @@ async def test_a_failed_handler_names_its_message_and_carries_the_traceback(plai
 
     message = Message(topic="orders", type="order.placed", key="42", payload=b'{"order_id": 7}')
     consumer = Consumer(broker.subscribe("orders", group="stock"), router)
-    await broker.publish([message])
+    await broker.publish_batch([message])
     await consumer.run()
 
     [line] = plain.lines("WARNING")
@@ -156,7 +156,7 @@ async def test_a_consumer_that_ends_by_an_error_logs_it_as_an_error(plain: Plain
 class Refusing:
     """A publisher of batches whose destination is down."""
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         raise BrokerUnavailableError("queue.example:5672 refused the connection")
 
 
@@ -188,7 +188,7 @@ class Answering:
     def __init__(self, answer: Outcome | Exception | None) -> None:
         self._answer = answer
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         if isinstance(self._answer, Exception):
             raise self._answer
         return [self._answer] * len(messages)
@@ -354,7 +354,7 @@ async def test_the_listener_of_a_consumer_is_told_of_a_retry_middleware_whose_ba
 
     subscriber = broker.subscribe("orders", group="stock")
     consumer = Consumer(subscriber, router, RetryMiddleware(2, backoff=forging), listener=heard.append)
-    await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+    await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])
     await consumer.run()
 
     assert [type(event) for event in heard].count(events.BackoffFailed) == 1

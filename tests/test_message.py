@@ -217,7 +217,7 @@ async def test_values_of_this_process_end_where_a_message_leaves_it() -> None:
     with store.transaction() as transaction:
         Outbox().add(transaction, carrying)
     async with broker.subscribe("orders", group="g") as deliveries:
-        await broker.publish([carrying])
+        await broker.publish_batch([carrying])
         delivered = (await anext(aiter(deliveries))).message
         pickled = pickle.loads(pickle.dumps(carrying))  # noqa: S301 -- made here
 

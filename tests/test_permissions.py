@@ -242,7 +242,7 @@ async def test_a_consumer_that_may_not_write_ends_and_gives_its_message_back(
         async def reserve() -> dict[str, int]:
             return {"reserved": 1}
 
-        await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+        await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])
         with pytest.raises(StorePermissionError, match=rf"{missing}.*; grant"):
             async with asyncio.timeout(PATIENCE):
                 await consumer.run()
@@ -269,7 +269,7 @@ async def test_a_handler_that_may_not_write_to_a_table_of_its_own_fails_its_mess
         async def reserve() -> None:
             await current_transaction().connection.execute("INSERT INTO business VALUES (1)")
 
-        await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+        await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])
         running = asyncio.create_task(consumer.run())
         await until(lambda: broker.backlog("stock") == 0, "the message is dead", within=timedelta(seconds=PATIENCE))
         assert not running.done()
@@ -298,11 +298,11 @@ async def test_a_permission_that_one_handler_lacks_elsewhere_fails_its_message_a
         async def reserve() -> None:
             consumer.stop_soon()
 
-        await broker.publish([Message(topic="orders", type="order.counted", payload=b"{}")])
+        await broker.publish_batch([Message(topic="orders", type="order.counted", payload=b"{}")])
         running = asyncio.create_task(consumer.run())
         await until(lambda: broker.backlog("stock") == 0, "the message is dead", within=timedelta(seconds=PATIENCE))
         assert not running.done()
-        await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+        await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])
         async with asyncio.timeout(PATIENCE):
             await running
         await other.close()
@@ -339,10 +339,10 @@ async def test_a_message_that_a_policy_keeps_out_of_the_outbox_fails_alone(
                 consumer.stop_soon()
             return Message(topic="stock" if message.key else "secret", type="t", payload=b"{}")
 
-        await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}")])
+        await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])
         running = asyncio.create_task(consumer.run())
         await until(lambda: bool(failures(told)), "the failure", within=timedelta(seconds=PATIENCE))
-        await broker.publish([Message(topic="orders", type="order.placed", payload=b"{}", key="last")])
+        await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}", key="last")])
         async with asyncio.timeout(PATIENCE):
             await running
         await store.close()

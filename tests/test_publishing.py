@@ -41,7 +41,7 @@ def failing(error: BaseException, times: int) -> tuple[Send, Publisher]:
             raise error
 
     class Batches:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
             await send(messages[0])
             return [Delivered()] * len(messages)
 
@@ -83,7 +83,7 @@ def test_a_publisher_may_end_the_program(error: BaseException, shape: int) -> No
         confirmed.append(message)
 
     class Batches:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
             if confirmed:
                 raise error
             confirmed.extend(messages)
@@ -110,7 +110,7 @@ def test_a_coroutine_that_is_closed_from_outside_ends() -> None:
     async def send(message: Message) -> None:
         await asyncio.Event().wait()
 
-    publishing = Each(send).send(Message(topic="t", payload=b""))
+    publishing = Each(send).send(Message(topic="t", payload=b""), "t")
 
     async def begin() -> None:
         context = asyncio.current_task()

@@ -160,7 +160,7 @@ async def test_a_handler_has_its_effect_and_its_output_in_one_slot(client: Forei
     running = asyncio.create_task(consumer.run())
     placed = Message(topic="stock", type="order.placed", payload=b"{}")
     for message in (placed, placed, Message(topic="stock", type="order.lost", payload=b"{}")):
-        await broker.publish([message])
+        await broker.publish_batch([message])
         await until(lambda: broker.backlog("stock") == 0, "the acknowledgement", within=PATIENCE)
     await consumer.stop()
     await running

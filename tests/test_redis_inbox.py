@@ -890,7 +890,7 @@ async def test_the_whole_stack_in_one_takes_a_message_from_the_broker_to_the_out
     consumer = Consumer(broker.subscribe("orders", group="stock"), router, stack, listener=heard.append)
     running = asyncio.create_task(consumer.run())
     for _ in range(2):
-        await broker.publish([placed])
+        await broker.publish_batch([placed])
         await until(lambda: broker.backlog("stock") == 0, "the acknowledgement")
     await consumer.stop()
     await running

@@ -351,7 +351,7 @@ async def test_a_failing_message_is_dead_after_its_budget(client: Foreign, store
         if message.payload == b"1":
             tries.append(message.attempt)
             raise RuntimeError("no")
-        await broker.publish([message])
+        await broker.publish_batch([message])
 
     await store.outbox().add(client, [numbered(n) for n in range(3)])
     dispatcher = Dispatcher(store, send, max_attempts=3, backoff=Backoff(base=1 * MS, max=1 * MS))

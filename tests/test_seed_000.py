@@ -160,7 +160,7 @@ class Shop:
             consumer.stop_soon()
 
         points.on("ack.after", acknowledged)
-        await self.broker.publish([self.command])
+        await self.broker.publish_batch([self.command])
         await consumer.run()
 
 

@@ -210,7 +210,7 @@ class Shop:
             consumer.stop_soon()
 
         points.on("ack.after", acknowledged)
-        await self.broker.publish([command])
+        await self.broker.publish_batch([command])
         await consumer.run()
 
     async def publish(self) -> None:

@@ -394,9 +394,9 @@ class Counting:
         self.broker = MemoryBroker()
         self.asked: list[str] = []
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         self.asked += [one.topic for one in messages]
-        return await self.broker.publish(messages)
+        return await self.broker.publish_batch(messages)
 
 
 async def test_hints_do_not_press_a_destination_that_is_down(shop: Shop) -> None:

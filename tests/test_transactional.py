@@ -169,7 +169,7 @@ async def test_effect_mark_and_outputs_are_stored_together_and_then_it_is_acknow
     stack = transactional(shop.store, consumer="stock", mode=mode)
     consumer = Consumer(broker.subscribe("orders", group="stock"), router, stack)
     running = asyncio.create_task(consumer.run())
-    await broker.publish([message()])
+    await broker.publish_batch([message()])
 
     async def is_done() -> bool:
         return await shop.marks() == 1

@@ -106,7 +106,7 @@ class Consuming:
 
         async def handle(messages: Sequence[Message]) -> None:
             goal.raise_by(len(messages))
-            await broker.publish(messages)
+            await broker.publish_batch(messages)
             await goal.reached.wait()
 
         drained = await self._measured(handle, count)

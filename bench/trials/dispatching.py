@@ -30,7 +30,7 @@ class Watched:
         self.first = 0
         self.most = 0
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome]:
         self.delivered += len(messages)
         if self.delivered >= self._warm:
             self.first = self.first or _resident()
@@ -45,7 +45,7 @@ class Busy:
         self._cost = cost
         self.delivered = 0
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome]:
         for _ in messages:
             end = time.thread_time() + self._cost
             while time.thread_time() < end:

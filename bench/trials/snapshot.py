@@ -48,7 +48,7 @@ class Timed:
             self.taken.setdefault(self.phase, []).append(time.perf_counter() - began)
         return claims
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome]:
         self.delivered += len(messages)
         return [Delivered()] * len(messages)
 
@@ -60,7 +60,7 @@ class Late:
         self.began = time.monotonic()
         self.arrived: list[tuple[float, float]] = []
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome]:
         now = time.monotonic()
         self.arrived += [(now - self.began, now - json.loads(message.payload)["at"]) for message in messages]
         return [Delivered()] * len(messages)

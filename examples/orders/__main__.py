@@ -38,7 +38,7 @@ async def main(store: RedisStore) -> None:
     router = order_router(RedisOrders(store.client, NAMESPACE))
     consumer = Consumer(broker.subscribe("commands", group="orders"), router, around)
     messages = [sent(command) for command in COMMANDS]
-    await broker.publish([messages[0], *messages])  # a broker may hand out a message twice
+    await broker.publish_batch([messages[0], *messages])  # a broker may hand out a message twice
     async with asyncio.TaskGroup() as group:
         consuming = group.create_task(consumer.run())
         await dispatcher.run()

@@ -48,7 +48,7 @@ async def main(path: Path) -> None:
     around = transactional(store, consumer="stock", wake=dispatcher.wake)
     consumer = Consumer(broker.subscribe("orders", group="stock"), stock_router(SQLiteStock()), around)
     messages = [announced(order) for order in ORDERS]
-    await broker.publish([messages[0], *messages])  # a broker may hand out a message twice
+    await broker.publish_batch([messages[0], *messages])  # a broker may hand out a message twice
     async with asyncio.TaskGroup() as group:
         consuming = group.create_task(consumer.run())
         await dispatcher.run()

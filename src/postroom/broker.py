@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
 from .call_gate import CallGate
 from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
 from .message import Message
 from .store import Dead, Delivered, Outcome, Release, Retry
 from .text import MAX_ERROR, describe
+from .threads import Threads, is_async
 
 if TYPE_CHECKING:
     from .delivery import Delivery
@@ -36,19 +39,22 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: Delivers one message: to return is success, to raise is failure, and to return an `Outcome` is to choose.
-Send: TypeAlias = Callable[[Message], Awaitable[object]]
+#: Delivers one message, async or plain: to return is success, to raise is failure, to return an `Outcome` is to choose.
+Send: TypeAlias = Callable[[Message], object]
 
 #: What says that a destination is down.
 OUTAGES = (BrokerUnavailableError, ConnectionRefusedError)
 #: What ends a dispatcher if a publisher raises it.
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
+#: How many calls to one destination may run on after they were given up, before it counts as down.
+MAX_LINGERING = 3
+LINGERING = f"{MAX_LINGERING} earlier calls have not returned yet; set a timeout in the plain publisher"
 
 
 class Publisher(Protocol):
-    """Takes messages to a destination."""
+    """Takes batches of messages to a destination."""
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Deliver a batch and say of each message, in the same order, what became of it.
 
         `Delivered` means that the destination confirmed it in the strongest way it can. `Release` means that the
@@ -127,6 +133,8 @@ class Each:
     """A publisher made of a function that delivers one message.
 
     At most ``concurrency`` calls run at once, each for at most ``timeout``, and those of one key follow each other.
+    A plain function runs on threads of the publisher's own, which nothing can stop: a call that takes longer than
+    ``timeout`` is given up and keeps its thread until it returns. At most twice ``concurrency`` threads run.
     """
 
     def __init__(
@@ -136,23 +144,25 @@ class Each:
             raise ConfigurationError(f"concurrency must be at least 1, not {concurrency}")
         self._send = send
         self.concurrency = concurrency
+        self._threads = None if is_async(send) else Threads(2 * concurrency, name="postroom-publisher")
         #: One for all batches, so that several of them under way do not multiply it.
-        self.gate: CallGate = CallGate(concurrency)
+        self.gate: CallGate = CallGate(concurrency) if is_async(send) else CallGate(concurrency, hanging=concurrency)
         self._timeout = None if timeout is None else timeout.total_seconds()
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Deliver a batch, keys side by side."""
         outcomes: list[Outcome | None] = [None] * len(messages)
 
         async def deliver(run: list[int]) -> None:
             for index in run:
-                message = messages[index]
+                message, called = messages[index], None
                 await self.gate.enter(message.topic)
                 try:
-                    outcome = outcomes[index] = (await self.send(message)).answer
+                    called = await self.send(message, message.topic)
                 finally:
-                    self.gate.leave(message.topic, is_answered=outcomes[index] is not None)
-                if not isinstance(outcome, Delivered):
+                    self.gate.leave(message.topic, is_answered=called is not None and not called.is_unknown)
+                outcomes[index] = called.answer
+                if not isinstance(called.answer, Delivered):
                     return
 
         async with asyncio.TaskGroup() as group:
@@ -160,9 +170,15 @@ class Each:
                 group.create_task(deliver(run))
         return outcomes
 
-    async def send(self, message: Message) -> Attempt[Outcome]:
+    async def send(self, message: Message, destination: str) -> Attempt[Outcome]:
         """Deliver one message; return what became of it, None if that is not known, and what was raised."""
-        answer, error, is_unknown = await attempt(self._send(message), self._timeout)
+        if self.gate.lingering(destination) >= MAX_LINGERING:
+            return Attempt(Release(), BrokerUnavailableError(LINGERING), is_unknown=True)
+        if self._threads is None:
+            call = cast("Awaitable[object]", self._send(message))
+        else:
+            call = self._on_thread(self._threads, message, destination)
+        answer, error, is_unknown = await attempt(call, self._timeout)
         if error is None:
             return Attempt(answer if isinstance(answer, Delivered | Retry | Dead | Release) else Delivered())
         if is_unknown or isinstance(error, INTERRUPTS):
@@ -170,6 +186,22 @@ class Each:
         if isinstance(error, OUTAGES):
             return Attempt(Release(), error)
         return Attempt(Dead(describe(error)) if isinstance(error, RejectError) else Retry(describe(error)), error)
+
+    async def _on_thread(self, threads: Threads, message: Message, destination: str) -> object:
+        """Return what a plain function returns, or what that leads to if it is awaitable."""
+        call = threads.call(partial(self._send, message), "the publisher")
+        try:
+            returned = await call.result()
+        finally:
+            if call.is_running:
+                self.gate.linger(destination)
+                call.on_return(partial(self.gate.end_lingering, destination))
+        return await returned if inspect.isawaitable(returned) else returned
+
+    def close(self) -> None:
+        """End the threads of a plain function, each as soon as it has returned; a later message starts new ones."""
+        if self._threads is not None:
+            self._threads.close()
 
 
 def _is_current(task: asyncio.Task[object] | None) -> bool:

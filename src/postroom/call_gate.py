@@ -26,6 +26,8 @@ class _Calls:
     count: int = 0
     #: How many of them count against the limit of the gate.
     permits: int = 0
+    #: How many of them were given up and run on, on threads that cannot be stopped.
+    lingering: int = 0
 
     @property
     def are_hanging(self) -> bool:
@@ -39,8 +41,10 @@ class CallGate:
     the gate only for a moment, and never has more than ``size`` calls under way itself.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, hanging: int = MAX_HANGING) -> None:
+        """Set up a gate; at most ``hanging`` calls run beside those that are allowed to run at once."""
         self._free = size
+        self._most_hanging = hanging
         self._hanging = 0
         self._calls: dict[str, _Calls] = {}
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
@@ -82,6 +86,23 @@ class CallGate:
         if not calls.count:
             del self._calls[destination]
 
+    def linger(self, destination: str) -> None:
+        """Keep the place of a call that is given up and runs on, beyond its `leave`; `end_lingering` frees it."""
+        calls = self._calls[destination]
+        calls.count += 1
+        calls.lingering += 1
+        self._hanging += 1  # `leave` takes this one back, and not the place
+
+    def end_lingering(self, destination: str) -> None:
+        """Free the place of a call that has returned at last."""
+        self._calls[destination].lingering -= 1
+        self.leave(destination, is_answered=False)
+
+    def lingering(self, destination: str) -> int:
+        """Return how many calls to a destination were given up and still run."""
+        calls = self._calls.get(destination)
+        return 0 if calls is None else calls.lingering
+
     def _begin(self, destination: str) -> None:
         calls = self._calls.get(destination)
         if calls is None:
@@ -113,7 +134,7 @@ class CallGate:
         for destination, turn in self._waiting:
             if turn.done():
                 continue
-            if destination in hanging or not places or self._hanging >= MAX_HANGING:
+            if destination in hanging or not places or self._hanging >= self._most_hanging:
                 still.append((destination, turn))
                 continue
             places.pop().permits -= 1

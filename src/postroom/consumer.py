@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from . import events
-from .broker import Publisher, Subscriber, describe, is_asked_for
+from .broker import Each, Subscriber, describe, is_asked_for
 from .crew import Crew
 from .deadline import Limit, Within, clock, late
 from .delivery import Delivery, current
@@ -25,6 +25,7 @@ from .errors import (
 from .message import Message
 from .middleware.chain import Middleware, chained, check_order, connect, limit_transactions
 from .outputs import OutputError, send_outputs
+from .publisher import AnyPublisher, as_publisher
 from .retry import Backoff, Delay, guarded
 from .router import Router
 from .store import Dead, Delivered, Outcome, Release, Retry
@@ -61,7 +62,7 @@ class Consumer:
         >>> broker = MemoryBroker()
         >>> consumer = Consumer(broker.subscribe("orders", group="stock"), router)
         >>> async def main() -> None:
-        ...     await broker.publish([Message(topic="orders", type="order.placed", payload=b'{"order_id": 42}')])
+        ...     await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b'{"order_id": 42}')])
         ...     await consumer.run()
         >>> asyncio.run(main())
         reserve 42
@@ -73,7 +74,7 @@ class Consumer:
         router: Router,
         *middlewares: Middleware,
         acking: Acking = "on_success",
-        publisher: Publisher | None = None,
+        publisher: AnyPublisher | None = None,
         concurrency: int = 5,
         buffer: int | None = None,
         timeout: timedelta | None = timedelta(seconds=30),
@@ -91,7 +92,7 @@ class Consumer:
                 which asks for the `Delivery`, and nacks only what raises an error; ``forward`` acknowledges when the
                 ``publisher``, which it needs, has delivered everything that came out of the middlewares.
             publisher: Takes what handlers return, unless a middleware has taken it; what it does not deliver makes the
-                message come again.
+                message come again. It takes what the one of a `Dispatcher` does.
             concurrency: How many messages are handled at a time.
             buffer: How many more may wait for their turn; as many as are handled by default.
             timeout: How long a handler may take, with the middlewares around it. Waiting for a connection or a lock
@@ -106,7 +107,7 @@ class Consumer:
         self._router = router
         self._middlewares = middlewares
         self._acking: Acking = acking
-        self._publisher = publisher
+        self._publisher = None if publisher is None else as_publisher(publisher)
         self._limit = Limit(timeout)
         self._patience = Limit(PATIENCE)
         self._grace = shutdown_grace
@@ -155,6 +156,8 @@ class Consumer:
                 self._tell(events.ConsumerFailed(describe(error), error))
             raise
         finally:
+            if isinstance(self._publisher, Each):
+                self._publisher.close()
             self._stopped.set()
 
     def _prepare(self) -> None:
@@ -403,7 +406,7 @@ def _check_numbers(concurrency: int, buffer: int | None, timeout: timedelta | No
         raise ConfigurationError(f"shutdown_grace={shutdown_grace} must not be negative")
 
 
-def _check_acking(acking: Acking, publisher: Publisher | None) -> None:
+def _check_acking(acking: Acking, publisher: AnyPublisher | None) -> None:
     if acking not in get_args(Acking):
         raise ConfigurationError(f"acking={acking!r} must be one of {', '.join(get_args(Acking))}")
     if acking == "forward" and publisher is None:

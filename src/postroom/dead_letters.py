@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from .broker import Publisher
 from .errors import PublishUnknownError
 from .inbox import Inbox
 from .message import Message, uuid7
+from .publisher import AnyPublisher, as_publisher
 from .store import Delivered
 from .transaction import Transactions
 from .writer import writer_of
@@ -47,8 +47,8 @@ class StoredDeadLetters:
 class PublishedDeadLetters:
     """Messages to a topic for dead letters; a crash after it leads to a second one with the same id."""
 
-    def __init__(self, publisher: Publisher, topic: str, *, consumer: str) -> None:
-        self._publisher = publisher
+    def __init__(self, publisher: AnyPublisher, topic: str, *, consumer: str) -> None:
+        self._publisher = as_publisher(publisher)
         self._topic = topic
         self._consumer = consumer
 
@@ -57,6 +57,6 @@ class PublishedDeadLetters:
         # A header travels to every broker if it is printable ASCII.
         plain = "".join(c if c.isascii() and c.isprintable() else "?" for c in error[:LONGEST])
         headers = {**message.headers, ERROR: plain, CONSUMER: self._consumer}
-        answers = await self._publisher.publish([replace(message, topic=self._topic, headers=headers)])
+        answers = await self._publisher.publish_batch([replace(message, topic=self._topic, headers=headers)])
         if list(answers) != [Delivered()]:
             raise PublishUnknownError(f"the dead letter of {message.id} was not confirmed by {self._topic!r}")

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 from uuid import UUID, uuid4
 
 from . import events
 from .breakers import Breakers
-from .broker import Each, Publisher, Send, describe, is_asked_for
+from .broker import Each, describe, is_asked_for
 from .claiming import Claimed, Claiming
 from .custody import Custody
 from .destination import NamesDestinations, Naming
@@ -21,9 +21,10 @@ from .errors import ConfigurationError, StoreContentionError, StoreTimeoutError,
 from .message import Message
 from .patience import UPKEEP, call_in, persist
 from .probing import Prober
+from .publisher import AnyPublisher, as_publisher
 from .publishing import Policy, Publishing
 from .retry import Backoff, Delay, guarded
-from .store import Claim, ClaimTerms, Dead, OnDead, Release, Retry, Settlement, Store
+from .store import Claim, ClaimTerms, Dead, OnDead, Release, Settlement, Store
 from .upkeep import purge_forever, repair_forever, sweep_forever
 
 __all__ = ["Dispatcher"]
@@ -62,7 +63,7 @@ class Dispatcher:
     def __init__(  # noqa: PLR0913, PLR0915 -- one keyword for each choice a user has
         self,
         store: Store,
-        publisher: Publisher | Send,
+        publisher: AnyPublisher,
         *,
         batch: int = 500,
         batch_bytes: int = BATCH_BYTES,
@@ -87,11 +88,13 @@ class Dispatcher:
 
         Args:
             store: Where the messages are.
-            publisher: A `Publisher`, or a function that delivers one message.
+            publisher: A function, or an object with ``publish(message)``, that delivers one message, async or plain;
+                or a `Publisher` with ``publish_batch(messages)``. Plain ones run on threads, which nothing can stop:
+                one that may hang should have a timeout of its own.
             batch: How many messages are claimed at once.
             batch_bytes: How many bytes of payload are claimed at once; a single message may be larger.
             batches_in_flight: How many batches are being published or settled at the same time.
-            concurrency: How many calls of a function that delivers one message run at the same time; calls to a
+            concurrency: How many calls of a publisher of single messages run at the same time; calls to a
                 destination that has stopped answering do not count while messages for others wait.
             poll_interval: How long to wait at the most before looking for work; at most a third of the lease.
             lease: How long a claim holds; renewed while the publish runs.
@@ -122,7 +125,7 @@ class Dispatcher:
             raise ConfigurationError(f"on_dead={on_dead!r} must be 'block' or 'skip'")
         self.worker: UUID = worker or uuid4()
         self._store = store
-        self._publisher = self._wrapped(publisher, concurrency, publish_timeout)
+        self._publisher = as_publisher(publisher, concurrency=concurrency, timeout=publish_timeout)
         self._batch = batch
         self._batch_bytes = batch_bytes
         self._batches_in_flight = batches_in_flight
@@ -167,18 +170,6 @@ class Dispatcher:
         self._idle = SHORTEST_IDLE
         self._released = 0
 
-    def _wrapped(self, publisher: Publisher | Send, concurrency: int, timeout: timedelta) -> Publisher:
-        if hasattr(publisher, "publish"):
-            return cast("Publisher", publisher)
-        send: Send = publisher  # pyright: ignore[reportAssignmentType] -- hasattr does not narrow it there
-
-        async def send_if_held(message: Message) -> object:
-            if not self._custody.is_safe(message):
-                return Retry("the lease ran out before the message was sent", timedelta(0))
-            return await send(message)
-
-        return Each(send_if_held, concurrency=concurrency, timeout=timeout)
-
     # -- life --------------------------------------------------------------------------------------------------
 
     async def run(self, *, until_idle: bool = False) -> None:
@@ -196,6 +187,8 @@ class Dispatcher:
                 self._tell(events.DispatcherFailed(self.worker, describe(error), error))
             raise
         finally:
+            if isinstance(self._publisher, Each):
+                self._publisher.close()
             self._stopped.set()
 
     async def _open_and_deliver(self, *, until_idle: bool) -> None:

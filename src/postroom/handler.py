@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import copy_context
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from .codec import Codec, reader
 from .deadline import Untimed, clock
 from .delivery import Delivery, current_delivery
 from .errors import ConfigurationError
 from .message import Message
+from .threads import Ended, contained, innermost
 from .transaction import Transaction, current_transaction, running_on
 
 __all__ = ["Call", "Handler", "bound", "payload_type"]
@@ -41,7 +42,7 @@ def bound(handler: Handler, codec: Codec) -> Call:
         ConfigurationError: A parameter asks for something that there is not.
     """
     call = _calling(handler, codec)
-    function = _innermost(handler)
+    function = innermost(handler)
     if inspect.iscoroutinefunction(function):
         return call
     if inspect.isasyncgenfunction(function):
@@ -52,8 +53,9 @@ def bound(handler: Handler, codec: Codec) -> Call:
         return gather
 
     async def on_thread(message: Message) -> object:
-        returned = await _on_thread(partial(_complete, call, message))
-        if isinstance(returned, _Ended):
+        what = f"the handler of {message.type!r}"
+        returned = await _on_thread(partial(contained, partial(_complete, call, message), what))
+        if isinstance(returned, Ended):
             raise returned.error
         # A decorator may be plain and what it decorates async.
         return await returned if inspect.isawaitable(returned) else returned
@@ -63,7 +65,7 @@ def bound(handler: Handler, codec: Codec) -> Call:
 
 def is_on_thread(handler: Handler) -> bool:
     """Tell whether a handler is a plain function, which runs on a thread."""
-    function = _innermost(handler)
+    function = innermost(handler)
     return not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function))
 
 
@@ -79,26 +81,11 @@ def payload_type(handler: Handler) -> Any:  # noqa: ANN401 -- a type, or what ty
     return kinds[wanted[0]] if wanted else None
 
 
-class _Ended(NamedTuple):
-    """What a plain handler raised to end more than itself."""
-
-    error: BaseException
-
-
 def _complete(call: Callable[[Message], Any], message: Message) -> Any:  # noqa: ANN401 -- whatever it returns
     """Call a plain handler to its end, which for a generator is its last output."""
-    try:
-        returned = call(message)
-        outputs: Iterable[Any] = returned
-        return list(outputs) if isinstance(returned, Iterator) else returned
-    except StopIteration as error:
-        # No future takes it, so that whoever awaits the thread would wait for ever.
-        raise RuntimeError(f"the handler of {message.type!r} raised StopIteration") from error
-    except Exception:
-        raise
-    except BaseException as error:  # noqa: BLE001 -- it is raised by whoever awaits the thread
-        # The task around the thread would end the event loop with it, before the message's own task hears of it.
-        return _Ended(error)
+    returned = call(message)
+    outputs: Iterable[Any] = returned
+    return list(outputs) if isinstance(returned, Iterator) else returned
 
 
 async def _on_thread(function: Callable[[], object]) -> object:
@@ -165,7 +152,7 @@ def _kinds(handler: Handler) -> dict[str, Any]:
     """Return the types of what a handler must be given; what has no annotation gets the plain value."""
     parameters = _parameters(handler)
     wanted = {each.name: object if each.annotation is each.empty else each.annotation for each in parameters}
-    scope = getattr(inspect.unwrap(_innermost(handler)), "__globals__", {})
+    scope = getattr(inspect.unwrap(innermost(handler)), "__globals__", {})
     try:
         # Only these are read: the others may name what is imported for type checkers alone.
         return typing.get_type_hints(SimpleNamespace(__annotations__=wanted), scope)
@@ -174,15 +161,6 @@ def _kinds(handler: Handler) -> dict[str, Any]:
             f"the annotations of {_named(handler)} cannot be read: {error}; define or import what they name at the "
             "level of the module"
         ) from error
-
-
-def _innermost(handler: Handler) -> Callable[..., Any]:
-    """Return the function that a partial, or an object that can be called, stands for."""
-    function: Any = handler
-    while isinstance(function, partial):
-        function = function.func
-    called: Callable[..., Any] = function if inspect.isroutine(function) else function.__call__
-    return called
 
 
 def _named(handler: Handler) -> str:

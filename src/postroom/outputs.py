@@ -33,7 +33,7 @@ async def send_outputs(publisher: Publisher | None, message: Message, outputs: S
             "use transactional() or OutboxMiddleware, or pass publisher="
         )
     try:
-        answers = await publisher.publish(outputs)
+        answers = await publisher.publish_batch(outputs)
     except OUTAGES as error:
         raise OutputError(Release(), describe(error)) from error
     if len(answers) != len(outputs):

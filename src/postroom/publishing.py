@@ -216,10 +216,12 @@ class Publishing:
             if blocked is not None or self.interruption is not None:
                 return Release() if blocked is None else self._waiting_for(blocked)
             began = time.monotonic()
-            called = await each.send(claim.message)
+            if not self._custody.is_safe(claim.message):
+                return began, Attempt(Retry("the lease ran out before the message was sent", timedelta(0)))
+            called = await each.send(claim.message, destination)
             return began, called
         finally:
-            each.gate.leave(destination, is_answered=called is not None and called.answer is not None)
+            each.gate.leave(destination, is_answered=called is not None and not called.is_unknown)
 
     def is_hanging(self, destination: str) -> bool:
         """Tell whether calls to a destination hang that keep others waiting."""
@@ -272,7 +274,7 @@ class Publishing:
     async def _answers(self, messages: Sequence[Message]) -> tuple[Sequence[Outcome | None], BaseException | None]:
         """Return what the publisher says of each message, and what it raised."""
         called: Attempt[Sequence[Outcome | None]] = await attempt(
-            self._publisher.publish(messages), self._policy.timeout
+            self._publisher.publish_batch(messages), self._policy.timeout
         )
         error = called.error
         if called.is_unknown or isinstance(error, INTERRUPTS):

@@ -45,7 +45,7 @@ async def test_an_outage_refuses_its_class_of_keys_and_no_other(tmp_path: Path) 
     KeyOutage(0).write(tmp_path)
     publisher = wire(tmp_path)
 
-    outcomes: list[Outcome | None] = list(await publisher.publish([message(one), message(other), message(None)]))
+    outcomes: list[Outcome | None] = list(await publisher.publish_batch([message(one), message(other), message(None)]))
 
     assert outcomes == [Release(), Delivered(), Delivered()]
     assert publisher.sent == (other, None)
@@ -59,7 +59,7 @@ async def test_an_outage_ends(tmp_path: Path) -> None:
 
     outage.end(tmp_path)
 
-    assert list(await wire(tmp_path).publish([message(key_of(0))])) == [Delivered()]
+    assert list(await wire(tmp_path).publish_batch([message(key_of(0))])) == [Delivered()]
 
 
 @pytest.mark.parametrize("number", range(KEY_CLASSES))

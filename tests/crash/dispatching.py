@@ -25,7 +25,7 @@ class Journal:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._poison = poison
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         for message in messages:
             if message.dedupe_key is not None and message.dedupe_key == self._poison:
                 os.kill(os.getpid(), signal.SIGKILL)

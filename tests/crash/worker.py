@@ -105,7 +105,7 @@ class Journal:
     def listen(self, event: events.Event) -> None:
         self.write(type(event).__name__, **event.as_dict())
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         for message in messages:
             await self.send(message)
         return [Delivered()] * len(messages)

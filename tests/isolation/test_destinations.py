@@ -101,7 +101,7 @@ class Office:
         office = self
 
         class Batches:
-            async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+            async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
                 office.sent += messages
                 if any(hang(message) for message in messages):
                     await asyncio.Event().wait()
@@ -288,7 +288,7 @@ class Webhooks:
     def destination(self, message: Message) -> str:
         return message.payload.decode()
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         self._office.sent += messages
         return [Release() if message.payload == b"down.example" else Delivered() for message in messages]
 
@@ -300,7 +300,7 @@ async def test_a_publisher_may_name_the_destination_of_a_message(shape: str) -> 
     webhooks = Webhooks(office)
 
     async def send(message: Message) -> Outcome | None:
-        return (await webhooks.publish([message]))[0]
+        return (await webhooks.publish_batch([message]))[0]
 
     office.add(10, payload=b"down.example")
     options = {"destination": webhooks.destination} if shape == "function" else {}
@@ -375,7 +375,7 @@ async def test_a_message_that_hung_in_a_batch_travels_alone() -> None:
     office, calls = Office(), list[list[str | None]]()
 
     class Broker:
-        async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+        async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
             calls.append([message.key for message in messages])
             if any(message.key == "bad" for message in messages):
                 await asyncio.Event().wait()

@@ -41,7 +41,7 @@ class FileBroker:
         """Show where the lines go."""
         return f"FileBroker({str(self.path)!r})"
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Append a batch, and wait for the disk once."""
         data = b"".join(encode_line(message) for message in messages)
         await write_aside(lambda: self._append(data), self._turn)

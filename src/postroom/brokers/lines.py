@@ -45,7 +45,7 @@ class LinesBroker:
         # Unbuffered, because a buffer that a thread is stuck in would keep the process from ending.
         return cls(open(1, "wb", buffering=0, closefd=False))
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Write a batch of lines."""
         data = b"".join(encode_line(message) for message in messages)
         await write_aside(lambda: self._write(data), self._turn)

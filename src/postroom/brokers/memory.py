@@ -35,7 +35,7 @@ class MemoryBroker:
         >>> from postroom import Message
         >>> from postroom.brokers import MemoryBroker
         >>> broker = MemoryBroker()
-        >>> asyncio.run(broker.publish([Message(topic="orders", payload=b"{}")]))
+        >>> asyncio.run(broker.publish_batch([Message(topic="orders", payload=b"{}")]))
         [Delivered()]
         >>> [message.topic for message in broker.received]
         ['orders']
@@ -73,7 +73,7 @@ class MemoryBroker:
             self._down.clear()
         self._down.discard(topic)
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Confirm a batch, except what goes to a topic that is down or to a group that has no room."""
         if None in self._down:
             raise BrokerUnavailableError("the broker in memory is switched off; call up()")

@@ -49,7 +49,7 @@ ORDERS = """
 class StumblingBroker(MemoryBroker):
     """A broker that now and then refuses a message at its first attempt, and takes every twentieth twice."""
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Confirm a batch, except what it stumbles over and what must not overtake that."""
         held_back: set[str | None] = set()
         stumbled: dict[UUID, Retry | None] = {}
@@ -62,7 +62,7 @@ class StumblingBroker(MemoryBroker):
         taken = [message for message in messages if message.id not in stumbled]
         # At the end of the batch: others of the same customer come between a message and its double.
         doubles = [message for place, message in enumerate(taken, self.confirmed) if place % REPEATS == 0]
-        confirmed = iter(await super().publish([*taken, *doubles]))
+        confirmed = iter(await super().publish_batch([*taken, *doubles]))
         return [stumbled[message.id] if message.id in stumbled else next(confirmed) for message in messages]
 
 

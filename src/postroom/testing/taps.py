@@ -7,7 +7,7 @@ They stand around the ports, so that nothing in postroom knows of them; a test b
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -75,15 +75,15 @@ class TappedPublisher:
         self._publisher = publisher
         self._points = points
 
-    async def publish(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
+    async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         await self._points.hit("publish.before")
-        answers = await self._publisher.publish(messages)
+        answers = await self._publisher.publish_batch(messages)
         await self._points.hit("publish.sent")
         await self._points.hit("publish.confirmed")
         return answers
 
 
-def tapped_send(send: Send, points: Failpoints) -> Send:
+def tapped_send(send: Callable[[Message], Awaitable[object]], points: Failpoints) -> Send:
     """Return a function that delivers one message, with points around it."""
 
     async def deliver(message: Message) -> object:
