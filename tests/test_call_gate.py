@@ -131,3 +131,63 @@ def test_a_gate_looks_for_calls_that_hang_in_a_second_loop_too() -> None:
 
     asyncio.run(wait_in_vain())
     asyncio.run(take_the_place())
+
+
+async def test_a_destination_that_hangs_takes_no_place_of_those_that_work(clock: Clock) -> None:
+    """Its calls that wait stand first in line, and have to let others pass."""
+    gate = CallGate(2, hanging=2)
+    await begin(gate, "hangs", "hangs")
+    waiting = await begin(gate, "hangs", "healthy", "healthy", "healthy")
+    clock.put_forward(2 * STUCK)
+    await until(lambda: entered(waiting) == [False, True, True, False], "the places of those that hang being taken")
+
+    gate.leave("healthy", is_answered=True)
+    await asyncio.sleep(0)
+    assert entered(waiting) == [False, True, True, True]
+
+    gate.leave("healthy", is_answered=True)
+    gate.leave("healthy", is_answered=True)
+    await asyncio.sleep(0)
+    assert entered(waiting) == [False, True, True, True]
+
+    gate.leave("hangs", is_answered=True)
+    await asyncio.sleep(0)
+    assert entered(waiting) == [True] * 4
+
+
+async def test_a_call_that_is_given_up_keeps_its_place_until_it_returns() -> None:
+    """It runs on a thread, of which there are not more than places."""
+    gate = CallGate(1)
+    await begin(gate, "slow")
+    waiting = await begin(gate, "other")
+    gate.linger("slow")
+    gate.leave("slow", is_answered=False)
+    await asyncio.sleep(0)
+    assert entered(waiting) == [False]
+
+    gate.end_lingering("slow")
+    await asyncio.sleep(0)
+    assert entered(waiting) == [True]
+
+
+async def test_a_destination_whose_calls_linger_is_let_in_without_a_place() -> None:
+    """Whoever enters learns that it is clogged; nobody waits for a place that may never be free."""
+    gate = CallGate(call_gate.MAX_LINGERING)
+    await begin(gate, *["hangs"] * call_gate.MAX_LINGERING)
+    waiting = await begin(gate, "hangs", "other")
+    for _ in range(call_gate.MAX_LINGERING):
+        assert not gate.is_clogged("hangs")
+        gate.linger("hangs")
+        gate.leave("hangs", is_answered=False)
+    await asyncio.sleep(0)
+    late = await begin(gate, "hangs")
+
+    assert gate.is_clogged("hangs")
+    assert (entered(waiting), entered(late)) == ([True, False], [True])
+    gate.leave("hangs", is_answered=False)
+    gate.leave("hangs", is_answered=False)
+    assert entered(waiting) == [True, False]
+
+    gate.end_lingering("hangs")
+    await asyncio.sleep(0)
+    assert entered(waiting) == [True, True]

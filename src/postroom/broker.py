@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
-from .call_gate import CallGate
+from .call_gate import MAX_LINGERING, CallGate
 from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
 from .message import Message
 from .store import Dead, Delivered, Outcome, Release, Retry
@@ -46,8 +46,6 @@ Send: TypeAlias = Callable[[Message], object]
 OUTAGES = (BrokerUnavailableError, ConnectionRefusedError)
 #: What ends a dispatcher if a publisher raises it.
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
-#: How many calls to one destination may run on after they were given up, before it counts as down.
-MAX_LINGERING = 3
 LINGERING = f"{MAX_LINGERING} earlier calls have not returned yet; set a timeout in the plain publisher"
 
 
@@ -172,7 +170,7 @@ class Each:
 
     async def send(self, message: Message, destination: str) -> Attempt[Outcome]:
         """Deliver one message; return what became of it, None if that is not known, and what was raised."""
-        if self.gate.lingering(destination) >= MAX_LINGERING:
+        if self.gate.is_clogged(destination):
             return Attempt(Release(), BrokerUnavailableError(LINGERING), is_unknown=True)
         if self._threads is None:
             call = cast("Awaitable[object]", self._send(message))

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from .slots import STUCK
 
-__all__ = ["CallGate"]
+__all__ = ["MAX_LINGERING", "CallGate"]
 
 #: How many calls that hang may run beside those that are allowed to run at once.
 MAX_HANGING = 1000
+#: How many calls to one destination may run on after they were given up, before no more begin.
+MAX_LINGERING = 3
 #: Seconds between two looks for calls that hang, while others wait.
 LOOK_EVERY = 0.1
 
@@ -43,7 +45,7 @@ class CallGate:
 
     def __init__(self, size: int, *, hanging: int = MAX_HANGING) -> None:
         """Set up a gate; at most ``hanging`` calls run beside those that are allowed to run at once."""
-        self._free = size
+        self._size = self._free = size
         self._most_hanging = hanging
         self._hanging = 0
         self._calls: dict[str, _Calls] = {}
@@ -56,9 +58,21 @@ class CallGate:
         calls = self._calls.get(destination)
         return calls is not None and not self._free and len(self._calls) > 1 and calls.are_hanging
 
+    def is_clogged(self, destination: str) -> bool:
+        """Tell whether so many calls to a destination were given up and run on that no more may begin."""
+        calls = self._calls.get(destination)
+        return calls is not None and calls.lingering >= MAX_LINGERING
+
     async def enter(self, destination: str) -> None:
-        """Wait until another call may begin; end it with `leave`."""
-        if self._free and not self._waiting:
+        """Wait until another call may begin; end it with `leave`.
+
+        A destination that is clogged is let in at once, to learn that.
+        """
+        if self.is_clogged(destination):
+            self._begin_beside(destination)
+            return
+        # Who waits while a place is free waits for calls of its own destination.
+        if self._free and self._has_room(destination):
             self._free -= 1
             self._begin(destination)
             return
@@ -80,11 +94,12 @@ class CallGate:
             calls.since = time.monotonic()
         if calls.permits > calls.count:
             calls.permits -= 1
-            self._hand_on()
+            self._free += 1
         else:
             self._hanging -= 1
         if not calls.count:
             del self._calls[destination]
+        self._hand_on()
 
     def linger(self, destination: str) -> None:
         """Keep the place of a call that is given up and runs on, beyond its `leave`; `end_lingering` frees it."""
@@ -92,16 +107,17 @@ class CallGate:
         calls.count += 1
         calls.lingering += 1
         self._hanging += 1  # `leave` takes this one back, and not the place
+        if self.is_clogged(destination):
+            self._let_in(destination)
 
     def end_lingering(self, destination: str) -> None:
         """Free the place of a call that has returned at last."""
         self._calls[destination].lingering -= 1
         self.leave(destination, is_answered=False)
 
-    def lingering(self, destination: str) -> int:
-        """Return how many calls to a destination were given up and still run."""
+    def _has_room(self, destination: str) -> bool:
         calls = self._calls.get(destination)
-        return 0 if calls is None else calls.lingering
+        return calls is None or calls.count < self._size
 
     def _begin(self, destination: str) -> None:
         calls = self._calls.get(destination)
@@ -110,14 +126,36 @@ class CallGate:
         calls.count += 1
         calls.permits += 1
 
-    def _hand_on(self) -> None:
-        while self._waiting:
-            destination, turn = self._waiting.popleft()
-            if not turn.done():
-                self._begin(destination)
+    def _begin_beside(self, destination: str) -> None:
+        """Begin a call that takes no place."""
+        self._calls[destination].count += 1
+        self._hanging += 1
+
+    def _let_in(self, destination: str) -> None:
+        """Let all in that wait for a destination that is clogged."""
+        still: deque[tuple[str, asyncio.Future[None]]] = deque()
+        for waiting, turn in self._waiting:
+            if waiting != destination:
+                still.append((waiting, turn))
+            elif not turn.done():
+                self._begin_beside(destination)
                 turn.set_result(None)
-                return
-        self._free += 1
+        self._waiting = still
+
+    def _hand_on(self) -> None:
+        """Give free places to those who wait longest and may have one."""
+        passed: list[tuple[str, asyncio.Future[None]]] = []
+        while self._free and self._waiting:
+            destination, turn = self._waiting.popleft()
+            if turn.done():
+                continue
+            if not self._has_room(destination):
+                passed.append((destination, turn))
+                continue
+            self._free -= 1
+            self._begin(destination)
+            turn.set_result(None)
+        self._waiting.extendleft(reversed(passed))
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()

@@ -78,4 +78,4 @@ def _check(function: Callable[..., Any], called: str) -> None:
     try:
         signature.bind(None)
     except TypeError:
-        raise ConfigurationError(f"{called}{signature} must be callable with one argument; {TAKES}") from None
+        raise ConfigurationError(f"{called} must be callable with one argument; {TAKES}") from None
