@@ -690,7 +690,7 @@ async def test_calls_that_never_return_do_not_use_up_the_threads(office: Office,
         gate.set()
         await office.until_delivered(40)
 
-    assert hung <= 5  # three calls at a time while nothing is known of it, of which two may be followed by another
+    assert hung <= 8  # half of the threads, however often the destination is probed
     assert "dead" not in office.statuses()
 
 
