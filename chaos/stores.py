@@ -10,7 +10,7 @@ from postroom.inbox import Inbox, Mode
 from postroom.middleware.transactional import TransactionalStore
 from postroom.outbox import Outbox
 from postroom.store import Store
-from postroom.stores import SQLStore, open_url
+from postroom.stores import SQLStore, store_from_url
 from postroom.transaction import Transactions
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def delivering_store(name: str, url: str) -> Store:
 
 def _store(name: str, url: str) -> Store:
     pooler = {"pooler": "transaction"} if name == "pgbouncer" else {}
-    return open_url(url, timeout=_TIMEOUT, **pooler)
+    return store_from_url(url, timeout=_TIMEOUT, **pooler)
 
 
 def handling_store(name: str, url: str) -> TransactionalStore:

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from postroom import Message
-from postroom.stores import open_url
+from postroom import Message, stores
 
 KEYS = (None, "a", "b", "c")
 #: What MySQL says when it has rolled a transaction back for the sake of another; applications repeat it.
@@ -35,7 +34,9 @@ async def main(url: str, journal: Path) -> None:
     """Add until the signal comes."""
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    store: Any = open_url(url, namespace="shop")
+    # Earlier commits have it under another name.
+    from_url: Any = getattr(stores, "store_from_url", None) or vars(stores)["open_url"]
+    store: Any = from_url(url, namespace="shop")
     await store.open()
     outbox, transactions = store.outbox(), store.transactions()
     number = 0

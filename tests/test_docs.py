@@ -33,7 +33,7 @@ from postroom.decisions import Enqueued
 from postroom.errors import CommitUnknownError, RejectError
 from postroom.middleware import Next
 from postroom.store import ClaimTerms, Release, Settlement
-from postroom.stores import MemoryStore, PostgresStore, SQLiteStore, open_url
+from postroom.stores import MemoryStore, PostgresStore, SQLiteStore, store_from_url
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.waiting import until
 
@@ -364,7 +364,7 @@ class Hook(BaseHTTPRequestHandler):
         self.send_response(204)
         self.end_headers()
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- its base calls it so
         """Print nothing."""
 
 
@@ -464,7 +464,7 @@ async def test_everything_parked_is_due_before_going_back_to_an_earlier_release(
 ) -> None:
     """An earlier release knows no parked messages, and would find them an hour later."""
     url = await fill(request)
-    store, terms = open_url(url, namespace="shop"), ClaimTerms(worker=uuid4())
+    store, terms = store_from_url(url, namespace="shop"), ClaimTerms(worker=uuid4())
     while claims := await store.claim(500, terms):
         await store.settle([Settlement(one, Release(destination=destination_of(one.message))) for one in claims])
     assert await store.parked() == ["east", "to 0", "to 1"]

@@ -42,7 +42,7 @@ from postroom.errors import (
     UnsupportedDatabaseError,
 )
 from postroom.message import validate
-from postroom.stores import MemoryStore, SQLiteStore, SQLStore, open_url
+from postroom.stores import MemoryStore, SQLiteStore, SQLStore, store_from_url
 from postroom.testing.clients import MariaDBClient, PostgresClient
 
 from .worlds import DATABASES
@@ -89,7 +89,7 @@ class Database:
         return counted
 
     def store(self, namespace: str = "default") -> SQLStore:
-        opened = open_url(self.url, namespace=namespace, keep_delivered=timedelta(0))
+        opened = store_from_url(self.url, namespace=namespace, keep_delivered=timedelta(0))
         assert isinstance(opened, SQLStore)
         return opened
 

@@ -21,7 +21,7 @@ from postroom.brokers import MemoryBroker
 from postroom.decisions import Decisions
 from postroom.errors import ConfigurationError, PoolerError
 from postroom.store import ClaimTerms, Delivered, Retry, Settlement
-from postroom.stores import PostgresStore, open_url
+from postroom.stores import PostgresStore, store_from_url
 from postroom.stores.sql.statement import Result, Script, Statement
 from postroom.testing.clients import PostgresClient
 from postroom.testing.faults import FaultProxy
@@ -210,7 +210,7 @@ def test_an_unknown_pooler_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="use 'transaction'"):
         PostgresStore("postgresql://localhost/shop", pooler="statement")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="PostgreSQL only"):
-        open_url("sqlite:///shop.sqlite3", pooler="transaction")
+        store_from_url("sqlite:///shop.sqlite3", pooler="transaction")
 
 
 # -- nothing left behind ------------------------------------------------------------------------------------------

@@ -98,10 +98,6 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def publisher_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
-
-
 # -- what is accepted --------------------------------------------------------------------------------------------
 
 Take = Callable[[Message], object]
@@ -261,13 +257,17 @@ async def test_a_plain_publisher_delivers_from_sqlite(tmp_path: Path) -> None:
 
 async def test_a_consumer_takes_a_plain_publisher() -> None:
     """What handlers return goes out through the same shapes."""
-    router, broker, outputs = Router(), MemoryBroker(), list[Message]()
+    router, broker, outputs, threads = Router(), MemoryBroker(), list[Message](), list[threading.Thread]()
 
     @router.on("order.placed")
     async def reserve(message: Message) -> Message:
         return Message(topic="stock", type="stock.reserved", payload=message.payload)
 
-    consumer = Consumer(broker.subscribe("orders", group="g"), router, publisher=outputs.append)
+    def publish(message: Message) -> None:
+        threads.append(threading.current_thread())
+        outputs.append(message)
+
+    consumer = Consumer(broker.subscribe("orders", group="g"), router, publisher=publish)
     running = asyncio.create_task(consumer.run())
     await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])
     await until(lambda: broker.backlog("g") == 0, "the acknowledgement")
@@ -275,7 +275,7 @@ async def test_a_consumer_takes_a_plain_publisher() -> None:
     await running
 
     assert [message.topic for message in outputs] == ["stock"]
-    await until(lambda: not publisher_threads(), "the end of the threads")
+    await until(lambda: not threads[0].is_alive(), "the end of the thread")
 
 
 async def test_dead_letters_take_a_plain_publisher() -> None:
@@ -355,15 +355,30 @@ def test_a_consumer_refuses_the_same(given: AnyPublisher) -> None:
 
 async def test_threads_begin_with_the_first_message_and_end_with_the_dispatcher(office: Office) -> None:
     """An idle dispatcher costs no thread, and none is left behind."""
-    dispatcher = office.dispatcher(office.arrived.append)
-    before = len(publisher_threads())
+    threads = set[threading.Thread]()
+    before = set(threading.enumerate())
+    dispatcher = office.dispatcher(lambda _: threads.add(threading.current_thread()))
+    new = set(threading.enumerate()) - before
     office.add(5)
 
     await dispatcher.run(until_idle=True)
 
-    assert before == 0
-    assert len(office.arrived) == 5
-    await until(lambda: not publisher_threads(), "the end of the threads")
+    assert not new
+    assert threads
+    assert not threads & before
+    await until(lambda: not any(thread.is_alive() for thread in threads), "the end of the threads")
+
+
+async def test_threads_of_a_publisher_that_is_forgotten_end() -> None:
+    """Nobody closes those of dead letters."""
+    threads = list[threading.Thread]()
+    each = Each(lambda _: threads.append(threading.current_thread()))
+    await each.publish_batch([Message(topic="t", payload=b"")])
+    assert threads[0].is_alive()
+
+    del each
+
+    await until(lambda: not threads[0].is_alive(), "the end of the thread")
 
 
 async def test_threads_are_the_publishers_own(office: Office, gate: threading.Event) -> None:

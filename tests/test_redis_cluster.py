@@ -22,7 +22,7 @@ from postroom.decisions import Decisions, Enqueued, Scheduled
 from postroom.errors import CommandRefusedError, ConfigurationError, StoreError, StoreUnavailableError
 from postroom.events import Event, StoreFailed
 from postroom.store import ClaimTerms, Delivered, Settlement
-from postroom.stores import open_url
+from postroom.stores import store_from_url
 from postroom.stores.redis import RedisStore, RedisStreamStore, current_pipeline, hints
 from postroom.stores.redis.addresses import connect, hang_up
 from postroom.stores.redis.client import Client
@@ -219,7 +219,7 @@ async def test_many_may_be_the_first_to_add_with_a_client(node: RedisClient, kin
 async def test_a_url_may_name_several_servers_some_of_which_are_gone(node: RedisClient) -> None:
     """S0-31."""
     address = node.dsn.removeprefix("redis://").removesuffix("/0")
-    store = open_url(f"redis+cluster://127.0.0.1:1,{address}", namespace=fresh(), timeout=10 * SECOND)
+    store = store_from_url(f"redis+cluster://127.0.0.1:1,{address}", namespace=fresh(), timeout=10 * SECOND)
 
     assert await store.open()
     assert (await store.stats()).pending == 0

@@ -18,7 +18,7 @@ from postroom.inbox import Mode
 from postroom.middleware import TransactionMiddleware
 from postroom.middleware.chain import chained
 from postroom.store import ClaimTerms, Delivered, Release, Settlement, Stats
-from postroom.stores import open_url
+from postroom.stores import store_from_url
 from postroom.stores.redis import RedisStore, RedisStreamStore, RedisTransactions, current_pipeline
 from postroom.stores.redis.transactions import CommitMode
 from postroom.testing.cluster import RedisReplicated
@@ -336,5 +336,5 @@ class TestTransaction:
 def test_a_profile_can_be_chosen_for_a_url() -> None:
     """S3-29: and says nothing to stores that keep everything anyway."""
     with pytest.raises(ConfigurationError, match="profile='safe' is unknown"):
-        open_url("redis://localhost:6379", profile="safe")
-    assert repr(open_url("sqlite:///shop.sqlite3", profile="durable")).startswith("SQLiteStore(")
+        store_from_url("redis://localhost:6379", profile="safe")
+    assert repr(store_from_url("sqlite:///shop.sqlite3", profile="durable")).startswith("SQLiteStore(")

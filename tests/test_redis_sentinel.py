@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 
 from postroom.errors import ConfigurationError, StoreError, StoreUnavailableError
 from postroom.store import ClaimTerms
-from postroom.stores import open_url
+from postroom.stores import store_from_url
 from postroom.stores.redis import RedisStore, RedisStreamStore
 from postroom.stores.redis.addresses import connect
 from postroom.stores.redis.client import Client
@@ -87,7 +87,7 @@ async def test_a_sentinel_that_is_gone_or_hangs_is_passed_over(private_valkey_se
     hung = socket.create_server(("127.0.0.1", 0))  # where nobody will ever answer
     ports = [1, hung.getsockname()[1], servers.sentinel.port]
     hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-    store = open_url(f"redis+sentinel://{hosts}/{servers.service}/3", namespace="shop", timeout=8 * SECOND)
+    store = store_from_url(f"redis+sentinel://{hosts}/{servers.service}/3", namespace="shop", timeout=8 * SECOND)
 
     assert await store.open()
     await cast("RedisStore", store).outbox().add(cast("RedisStore", store).client, {"order": 1}, topic="orders")

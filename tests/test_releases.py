@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.stores import SQLStore, open_url
+from postroom.stores import SQLStore, store_from_url
 from postroom.testing.waiting import until
 from tests.releases import Release, checked_out, previous, previous_schema, this
 
@@ -132,7 +132,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
 
 async def upgraded(url: str) -> None:
     """Bring the tables up to date, if the store has any."""
-    store = open_url(url, namespace="shop")
+    store = store_from_url(url, namespace="shop")
     try:
         if isinstance(store, SQLStore):
             await store.apply_schema()

@@ -34,7 +34,7 @@ from postroom import (
 from postroom.brokers import MemoryBroker
 from postroom.middleware import InboxMiddleware, Middleware, Next, OutboxMiddleware, TransactionMiddleware
 from postroom.store import Settlement
-from postroom.stores import SQLStore, open_url
+from postroom.stores import SQLStore, store_from_url
 from postroom.testing.failpoints import Failpoints
 from postroom.testing.taps import TappedPublisher, TappedStore, TappedSubscriber
 from postroom.transaction import in_transaction
@@ -235,7 +235,7 @@ async def shop(request: pytest.FixtureRequest) -> AsyncIterator[Shop]:
             url, execute = request.getfixturevalue("mariadb_dsn"), on_mariadb
         case _:
             url, execute = f"sqlite:///{request.getfixturevalue('sqlite_path')}", on_sqlite
-    store, site = open_url(url), site_of(url)
+    store, site = store_from_url(url), site_of(url)
     assert isinstance(store, SQLStore)
     await store.apply_schema()
     with site.connection() as connection:

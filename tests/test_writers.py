@@ -34,7 +34,7 @@ from sqlalchemy.pool import NullPool
 
 from postroom import Added, Message, Outbox
 from postroom.errors import NotInTransactionError, SchemaMissingError, TransactionAbortedError
-from postroom.stores import SQLStore, open_url
+from postroom.stores import SQLStore, store_from_url
 from postroom.testing.clients import MariaDBClient, PostgresClient
 
 if not settings.configured:
@@ -73,7 +73,7 @@ def databases(
 
 
 async def apply_schema(url: str) -> None:
-    store = open_url(url)
+    store = store_from_url(url)
     assert isinstance(store, SQLStore)
     await store.apply_schema()
     await store.close()

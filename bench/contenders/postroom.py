@@ -11,7 +11,7 @@ from typing import Any, cast
 import asyncpg
 
 from postroom import Dispatcher, Message, Outbox
-from postroom.stores import PostgresStore, open_url
+from postroom.stores import PostgresStore, store_from_url
 from postroom.stores.sql.store import SQLStore
 
 from ..backlog import fill
@@ -34,7 +34,8 @@ class Postroom:
 
     def store(self) -> SQLStore:
         """Return the store, which keeps delivered messages if that was asked for."""
-        return cast("SQLStore", open_url(self.dsn, keep_delivered=timedelta(days=7) if self.keep else timedelta(0)))
+        keep = timedelta(days=7) if self.keep else timedelta(0)
+        return cast("SQLStore", store_from_url(self.dsn, keep_delivered=keep))
 
     async def prepare(self) -> None:
         store = self.store()

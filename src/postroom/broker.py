@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
 from .call_gate import MAX_LINGERING, CallGate
-from .errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
+from .checks import check_count, check_duration, check_function
+from .errors import BrokerUnavailableError, PublishUnknownError, RejectError
 from .message import Message
 from .store import Dead, Delivered, Outcome, Release, Retry
 from .text import MAX_ERROR, describe
@@ -138,8 +139,9 @@ class Each:
     def __init__(
         self, send: Send, *, concurrency: int = 100, timeout: timedelta | None = timedelta(seconds=10)
     ) -> None:
-        if concurrency < 1:
-            raise ConfigurationError(f"concurrency must be at least 1, not {concurrency}")
+        check_function("send", send, "a message")
+        check_count("concurrency", concurrency)
+        check_duration("timeout", timeout, optional=True)
         self._send = send
         self.concurrency = concurrency
         self._threads = None if is_async(send) else Threads(2 * concurrency, name="postroom-publisher")

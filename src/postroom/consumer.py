@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from . import events
 from .broker import Each, Subscriber, describe, is_asked_for
+from .checks import check_choice, check_count, check_duration, check_function, check_methods
 from .crew import Crew
 from .deadline import Limit, Within, clock, late
 from .delivery import Delivery, current
@@ -68,7 +69,7 @@ class Consumer:
         reserve 42
     """
 
-    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+    def __init__(  # noqa: PLR0913, PLR0915 -- one keyword for each choice a user has
         self,
         subscriber: Subscriber,
         router: Router,
@@ -101,7 +102,16 @@ class Consumer:
             backoff: How long a message that failed waits, by its number of deliveries.
             listener: Called with every event, those of middlewares among them; by default they are logged.
         """
-        _check_numbers(concurrency, buffer, timeout, shutdown_grace)
+        check_methods("subscriber", subscriber, ("__aenter__", "__aiter__"), "a Subscriber, as of broker.subscribe(…)")
+        check_methods("router", router, ("types", "start"), "a Router; add a handler to one with router.on(…)")
+        for middleware in middlewares:
+            check_function("middleware", middleware, "a message and what handles it next")
+        check_count("concurrency", concurrency)
+        check_count("buffer", buffer, least=0, optional=True)
+        check_duration("timeout", timeout, optional=True)
+        check_duration("shutdown_grace", shutdown_grace, zero=True)
+        check_function("backoff", backoff, "the number of deliveries", optional=True)
+        check_function("listener", listener, "an event")
         _check_acking(acking, publisher)
         self._subscriber = subscriber
         self._router = router
@@ -397,18 +407,8 @@ class Consumer:
         return False
 
 
-def _check_numbers(concurrency: int, buffer: int | None, timeout: timedelta | None, shutdown_grace: timedelta) -> None:
-    if concurrency < 1 or (buffer is not None and buffer < 0):
-        raise ConfigurationError(f"concurrency={concurrency} and buffer={buffer} must be at least 1 and 0")
-    if timeout is not None and timeout <= timedelta(0):
-        raise ConfigurationError(f"timeout={timeout} must be positive, or None for no limit")
-    if shutdown_grace < timedelta(0):
-        raise ConfigurationError(f"shutdown_grace={shutdown_grace} must not be negative")
-
-
 def _check_acking(acking: Acking, publisher: AnyPublisher | None) -> None:
-    if acking not in get_args(Acking):
-        raise ConfigurationError(f"acking={acking!r} must be one of {', '.join(get_args(Acking))}")
+    check_choice("acking", acking, get_args(Acking))
     if acking == "forward" and publisher is None:
         raise ConfigurationError("acking='forward' needs publisher=, which delivers what handlers return")
 

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 from uuid import UUID, uuid4
 
 from . import events
 from .breakers import Breakers
 from .broker import Each, describe, is_asked_for
+from .checks import check_choice, check_count, check_duration, check_function, check_type
 from .claiming import Claimed, Claiming
 from .custody import Custody
 from .destination import NamesDestinations, Naming
@@ -24,7 +25,7 @@ from .probing import Prober
 from .publisher import AnyPublisher, as_publisher
 from .publishing import Policy, Publishing
 from .retry import Backoff, Delay, guarded
-from .store import Claim, ClaimTerms, Dead, OnDead, Release, Settlement, Store
+from .store import Claim, ClaimTerms, Dead, OnDead, Release, Settlement, Store, as_store
 from .upkeep import purge_forever, repair_forever, sweep_forever
 
 __all__ = ["Dispatcher"]
@@ -62,7 +63,7 @@ class Dispatcher:
 
     def __init__(  # noqa: PLR0913, PLR0915 -- one keyword for each choice a user has
         self,
-        store: Store,
+        store: Store | str,
         publisher: AnyPublisher,
         *,
         batch: int = 500,
@@ -87,7 +88,7 @@ class Dispatcher:
         """Set up a dispatcher; nothing runs before `run`.
 
         Args:
-            store: Where the messages are.
+            store: Where the messages are: a store, or its URL.
             publisher: A function, or an object with ``publish(message)``, that delivers one message, async or plain;
                 or a `Publisher` with ``publish_batch(messages)``. Plain ones run on threads, which nothing can stop:
                 one that may hang should have a timeout of its own.
@@ -112,19 +113,30 @@ class Dispatcher:
             worker: Who holds the claims; a new id by default.
             listener: Called with every event; by default they are logged.
         """
-        durations = (poll_interval, lease, publish_timeout, sweep_interval, cleanup_interval)
-        if min(batch, batch_bytes, batches_in_flight, max_attempts) < 1 or min(durations) <= timedelta(0):
-            raise ConfigurationError(
-                "batch, batch_bytes, batches_in_flight, max_attempts and all durations must be positive"
-            )
-        if poll_interval * 3 > lease:
+        check_count("batch", batch)
+        check_count("batch_bytes", batch_bytes)
+        check_count("batches_in_flight", batches_in_flight)
+        check_count("concurrency", concurrency)
+        check_count("max_attempts", max_attempts)
+        check_duration("poll_interval", poll_interval)
+        check_duration("lease", lease)
+        check_duration("publish_timeout", publish_timeout)
+        check_duration("shutdown_grace", shutdown_grace, zero=True)
+        check_duration("sweep_interval", sweep_interval)
+        check_duration("cleanup_interval", cleanup_interval)
+        check_function("backoff", backoff, "the number of attempts", optional=True)
+        check_function("outage_backoff", outage_backoff, "the number of failed probes", optional=True)
+        check_function("destination", destination, "a message", optional=True)
+        check_function("listener", listener, "an event")
+        check_choice("on_dead", on_dead, get_args(OnDead))
+        check_type("tenant_id", tenant_id, UUID, optional=True)
+        check_type("worker", worker, UUID, optional=True)
+        if poll_interval > lease / 3:
             raise ConfigurationError(f"poll_interval={poll_interval} must be at most a third of lease={lease}")
         if publish_timeout >= lease:
             raise ConfigurationError(f"publish_timeout={publish_timeout} must be shorter than lease={lease}")
-        if on_dead not in {"block", "skip"}:
-            raise ConfigurationError(f"on_dead={on_dead!r} must be 'block' or 'skip'")
         self.worker: UUID = worker or uuid4()
-        self._store = store
+        self._store: Store = as_store(store)
         self._publisher = as_publisher(publisher, concurrency=concurrency, timeout=publish_timeout)
         self._batch = batch
         self._batch_bytes = batch_bytes
@@ -147,7 +159,7 @@ class Dispatcher:
         self._woken = asyncio.Event()
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._custody = Custody(store, lease, self._tell, chunk=4 * batch)
+        self._custody = Custody(self._store, lease, self._tell, chunk=4 * batch)
         if destination is None and isinstance(publisher, NamesDestinations):
             destination = publisher.destination
         cooldown = guarded(outage_backoff or Backoff(max=30 * SECOND), self._tell)
@@ -157,15 +169,15 @@ class Dispatcher:
             max_attempts=max_attempts,
             timeout=self._publish_timeout,
             batch=batch,
-            parks=store.features.parks,
+            parks=self._store.features.parks,
         )
         self._publishing = Publishing(self._publisher, self._custody, self._breakers, policy, self._stopping)
         self._publishing.on_interruption = self.stop_soon
         self._publishing.on_failure = self._report_failure
-        self._prober = Prober(store, self._breakers, self._publishing, self.wake, self._tell)
+        self._prober = Prober(self._store, self._breakers, self._publishing, self.wake, self._tell)
         self._prober.most = batch * batches_in_flight
         self._alone: asyncio.Task[None] | None = None
-        self._claiming = Claiming(store, self._terms, self._custody, self._tell, batch, self._stopping)
+        self._claiming = Claiming(self._store, self._terms, self._custody, self._tell, batch, self._stopping)
         self._batches: set[asyncio.Task[None]] = set()
         self._idle = SHORTEST_IDLE
         self._released = 0

@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Literal, TypeAlias, get_args
 
+from .checks import check_choice, check_duration, check_text
 from .errors import ConfigurationError, InvalidNameError
 from .message import Message, is_namespace
 from .transaction import Transaction, Transactions
@@ -73,10 +74,11 @@ again for 4 days, 0:00:00, so their effect could happen twice; raise retention=
         self.schema = schema
         self.mode: Mode = mode
         self.retention = retention
-        if mode not in get_args(Mode):
-            raise ConfigurationError(f"mode={mode!r} must be 'pessimistic' or 'optimistic'")
-        if retention <= timedelta(0):
-            raise ConfigurationError(f"retention={retention} must be positive")
+        check_text("table", table)
+        check_text("schema", schema, optional=True)
+        check_choice("mode", mode, get_args(Mode))
+        check_duration("retention", retention)
+        check_duration("redelivery_horizon", redelivery_horizon, zero=True, optional=True)
         self.check_horizon(redelivery_horizon)
 
     def check_horizon(self, horizon: timedelta | None) -> None:

@@ -11,8 +11,8 @@ from datetime import datetime
 from typing import Any, Final, Generic, TypeVar, cast
 from uuid import UUID
 
+from .checks import check_count
 from .errors import (
-    ConfigurationError,
     InvalidDedupeKeyError,
     InvalidHeaderError,
     InvalidKeyError,
@@ -229,8 +229,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Refuse limits that would refuse everything."""
-        if self.payload < 1 or self.headers < 0 or self.header_bytes < 0:
-            raise ConfigurationError(f"{self} would refuse everything; use positive limits")
+        check_count("payload", self.payload)
+        check_count("headers", self.headers, least=0)
+        check_count("header_bytes", self.header_bytes, least=0)
 
 
 def validate(message: Message, limits: Limits, *, opaque_dedupe_keys: bool = False) -> None:

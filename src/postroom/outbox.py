@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack, cast, overload
 from uuid import UUID
 
+from .checks import check_flag, check_function, check_methods, check_text, check_type
 from .codec import Codec, JSONCodec, encoded
 from .errors import InvalidDueTimeError, InvalidMessageError, InvalidNameError
 from .message import DEFAULT_NAMESPACE, Limits, Message, drafted, is_namespace, uuid7s, validate
@@ -135,6 +136,13 @@ class Outbox:
         """
         if not is_namespace(namespace):
             raise InvalidNameError("namespace", namespace, "1 to 100 printable characters")
+        check_text("table", table)
+        check_text("schema", schema, optional=True)
+        check_methods("codec", codec, ("encode", "decode"), "a Codec or None", optional=True)
+        check_type("limits", limits, Limits, optional=True)
+        check_flag("strict_order", strict_order)
+        check_flag("opaque_dedupe_keys", opaque_dedupe_keys)
+        check_function("wake", wake, "no argument", optional=True)
         self.namespace = namespace
         self.table = table
         self.schema = schema

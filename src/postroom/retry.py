@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, TypeAlias
 
+from .checks import check_choice, check_duration
 from .errors import ConfigurationError
 from .events import BackoffFailed, Listener, log_event
 from .text import describe
@@ -35,7 +36,10 @@ class Backoff:
 
     def __post_init__(self) -> None:
         """Refuse waits that cannot grow from base to max."""
-        if not timedelta(0) < self.base <= self.max:
+        check_duration("base", self.base)
+        check_duration("max", self.max)
+        check_choice("jitter", self.jitter, ("equal", "none"))
+        if self.base > self.max:
             raise ConfigurationError(f"backoff needs 0 < base <= max, not base={self.base}, max={self.max}")
 
     def __call__(self, attempts: int) -> timedelta:

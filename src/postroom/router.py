@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeAlias, TypeVar
 
+from .checks import check_methods, check_text
 from .codec import Codec, JSONCodec, encoded, type_name
 from .deadline import UNTIMED, clock
 from .errors import (
@@ -106,6 +107,9 @@ class Router:
             topic: Where returned events go; by default to a topic that is called like their type.
             source: Who says so, as the attribute ``source`` of CloudEvents.
         """
+        check_methods("codec", codec, ("encode", "decode"), "a Codec or None", optional=True)
+        check_text("topic", topic, optional=True)
+        check_text("source", source, optional=True)
         self._codec: Codec = codec or JSONCodec()
         self._topic = topic
         self._headers = {} if source is None else {"ce-source": source}

@@ -11,6 +11,7 @@ from uuid import UUID
 
 from . import events
 from .broker import Each
+from .checks import check_count, check_duration
 from .delivery import Delivery
 from .dispatcher import Dispatcher
 from .errors import StoreUnavailableError
@@ -33,7 +34,7 @@ class Source(AsyncIterator[Delivery]):
 
     def __init__(  # noqa: PLR0913 -- the choices of a dispatcher that a reader has too
         self,
-        store: Store,
+        store: Store | str,
         *,
         batch: int = 100,
         poll_interval: timedelta = timedelta(milliseconds=500),
@@ -47,7 +48,7 @@ class Source(AsyncIterator[Delivery]):
         """Set up a source; it begins to claim when it is entered or first read.
 
         Args:
-            store: Where the messages are.
+            store: Where the messages are: a store, or its URL.
             batch: How many deliveries may be open at a time.
             poll_interval: How long to wait at the most before looking for work.
             lease: How long a claim holds; renewed while the delivery is open.
@@ -57,6 +58,8 @@ class Source(AsyncIterator[Delivery]):
             tenant_id: Hand out messages of this tenant only.
             listener: Is told every event; by default they are logged.
         """
+        check_count("batch", batch)
+        check_duration("lease", lease)
         self._ready: asyncio.Queue[Delivery] = asyncio.Queue()
         #: Several for one key: a store that knows no duplicates may hand out one message twice at the same time.
         self._recorded: dict[_Key, list[asyncio.Future[None]]] = {}

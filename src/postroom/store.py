@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 from uuid import UUID
 
+from .checks import check_methods
 from .message import Message
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Settlement",
     "Stats",
     "Store",
+    "as_store",
     "destination_name",
 ]
 
@@ -223,6 +226,18 @@ class Store(Protocol):
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process until cancelled; return at once if there are none."""
         ...
+
+
+def as_store(store: object, *, needs: Sequence[str] = ("claim", "settle", "features"), kind: str = "a store") -> Any:  # noqa: ANN401 -- of the kind that the caller needs
+    """Return a store that has what its caller needs, made of its URL if that was given.
+
+    Raises:
+        ConfigurationError: It is no store, or no store of that kind.
+        UnknownURLError: No store has such a URL.
+    """
+    found = importlib.import_module("postroom.stores").store_from_url(store) if isinstance(store, str) else store
+    check_methods("store", found, needs, f"{kind}, such as PostgresStore(dsn), or the URL of one")
+    return found
 
 
 def destination_name(text: str) -> str:

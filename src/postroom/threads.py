@@ -131,6 +131,10 @@ class Threads:
             threading.Thread(target=work, name=f"{self._name}-{self._started}", daemon=True).start()
         return call
 
+    def __del__(self) -> None:
+        """End the threads of a publisher that nobody closed."""
+        self.close()
+
     def close(self) -> None:
         """Let each thread end as soon as it has returned; a later call starts a new one."""
         for _ in range(self._started):

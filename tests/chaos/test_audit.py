@@ -17,7 +17,7 @@ from chaos.consumer import WRITERS
 from chaos.desk import desk_for
 from postroom import ClaimTerms, Delivered, Message, Outbox, Release, Settlement
 from postroom.dead_letters import StoredDeadLetters
-from postroom.stores import SQLStore, open_url
+from postroom.stores import SQLStore, store_from_url
 from postroom.testing.waiting import until
 from tests.worlds import DATABASES, SQL_SERVERS
 
@@ -35,7 +35,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
 @pytest.fixture
 async def store(url: tuple[str, str]) -> AsyncIterator[SQLStore]:
     """A store whose changes are written down."""
-    opened = open_url(url[1])
+    opened = store_from_url(url[1])
     assert isinstance(opened, SQLStore)
     await opened.apply_schema()
     truth_of(*url).install()

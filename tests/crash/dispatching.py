@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from postroom import Delivered, Dispatcher, Message, Outcome
-from postroom.stores import open_url
+from postroom.stores import store_from_url
 
 
 class Journal:
@@ -37,7 +37,7 @@ class Journal:
 
 async def main(url: str, journal: str, text: str) -> None:
     options = json.loads(text)
-    store = open_url(url)
+    store = store_from_url(url)
     dispatcher = Dispatcher(
         store,
         Journal(journal, options.get("poison", "")),

@@ -16,7 +16,7 @@ from uuid import UUID
 from postroom import Consumer, Message, Router, Transaction, current_transaction, transactional
 from postroom.dead_letters import StoredDeadLetters
 from postroom.errors import RejectError
-from postroom.stores import SQLStore, open_url
+from postroom.stores import SQLStore, store_from_url
 from postroom.testing import failpoints
 from postroom.testing.failpoints import Action, Failpoints
 from postroom.testing.taps import TappedDeadLetters, TappedHandlers, TappedPool, TappedSubscriber
@@ -162,7 +162,7 @@ async def consume(orders: Orders, journal: Journal, worker: UUID) -> None:
     """Handle messages until told to stop."""
     points = Failpoints()
     async with proxied(orders) as (url, proxy):
-        store = open_url(url, namespace=orders.namespace, timeout=timedelta(seconds=5))
+        store = store_from_url(url, namespace=orders.namespace, timeout=timedelta(seconds=5))
         assert isinstance(store, SQLStore)
         await store.open()
         async with pool_for(store, orders, url) as pool:

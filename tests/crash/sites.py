@@ -17,7 +17,7 @@ import pymysql
 
 from postroom import Added, Delivered, Outbox
 from postroom.store import ClaimTerms, Settlement
-from postroom.stores import SQLStore, open_url
+from postroom.stores import SQLStore, store_from_url
 
 __all__ = ["Row", "Site", "site_of"]
 
@@ -65,7 +65,7 @@ class Site:
         """Create the tables."""
 
         async def apply() -> None:
-            store = open_url(self.url)
+            store = store_from_url(self.url)
             assert isinstance(store, SQLStore)
             await store.apply_schema()
             await store.close()
@@ -88,7 +88,7 @@ class Site:
         """Use up attempts as a worker would that crashed each time; or have the messages delivered by then."""
 
         async def claim() -> None:
-            store = open_url(self.url, namespace=namespace)
+            store = store_from_url(self.url, namespace=namespace)
             await store.open()
             terms = ClaimTerms(worker=uuid4(), lease=timedelta(milliseconds=1), max_attempts=attempts)
             left = len(self.rows(namespace))

@@ -25,7 +25,7 @@ from uuid import UUID
 
 from postroom import Delivered, Dispatcher, Message, Outbox, Outcome, errors, events
 from postroom.inbox import Mode
-from postroom.stores import open_url
+from postroom.stores import store_from_url
 from postroom.testing import failpoints
 from postroom.testing.failpoints import Action, Failpoints
 from postroom.testing.faults import FaultProxy
@@ -249,7 +249,7 @@ async def dispatch(orders: Orders, journal: Journal, worker: UUID) -> None:
     points = Failpoints()
     async with proxied(orders) as (url, proxy):
         keep = timedelta(days=1 if orders.keep else 0)
-        store = open_url(url, namespace=orders.namespace, keep_delivered=keep, timeout=timedelta(seconds=5))
+        store = store_from_url(url, namespace=orders.namespace, keep_delivered=keep, timeout=timedelta(seconds=5))
         faults = Faults(orders, points, proxy, worker)
         dispatcher = faults.dispatcher = Dispatcher(
             TappedStore(store, points),

@@ -24,7 +24,7 @@ from chaos.run import server_of
 from postroom import Dispatcher, Message, Outbox
 from postroom.errors import BrokerUnavailableError
 from postroom.store import Store
-from postroom.stores import MemoryStore, SQLStore, open_url
+from postroom.stores import MemoryStore, SQLStore, store_from_url
 from postroom.testing.server import SqlServer
 from postroom.testing.waiting import until
 from postroom.transaction import transactions_of
@@ -191,7 +191,7 @@ async def report(store: str, url: str, seconds: float) -> bool:
     for fault in get_args(Fault):
         namespace = f"isolation-{time.time_ns()}"
         figures = await measured(
-            partial(open_url, url, namespace=namespace) if url else MemoryStore, fault, seconds=seconds
+            partial(store_from_url, url, namespace=namespace) if url else MemoryStore, fault, seconds=seconds
         )
         usual = usual or figures.quantile(0.99)
         ratio = figures.quantile(0.99) / usual

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 
 from postroom.store import Store
-from postroom.stores import MemoryStore, open_url
+from postroom.stores import MemoryStore, store_from_url
 
 from .scenario import Fault, measured
 
@@ -25,7 +25,7 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Store]:
         return MemoryStore
     place = str(request.getfixturevalue(request.param))
     url = f"sqlite:///{place}" if request.param == "sqlite_path" else place
-    return partial(open_url, url, namespace=f"isolation-{uuid4()}")
+    return partial(store_from_url, url, namespace=f"isolation-{uuid4()}")
 
 
 async def test_healthy_messages_pass_a_few_faulty_keys(make: Callable[[], Store]) -> None:

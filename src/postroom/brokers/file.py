@@ -12,6 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+from ..checks import check_duration
 from ..errors import BrokerUnavailableError
 from ..message import Message
 from ..store import Delivered, Outcome
@@ -33,6 +34,7 @@ class FileBroker:
             path: Where the file is; it is made, readable for its owner only, if it is not there.
             patience: How long to wait for another process that is writing to the same file.
         """
+        check_duration("patience", patience)
         self.path: Path = Path(path)
         self._patience = patience.total_seconds()
         self._turn = threading.Lock()

@@ -11,6 +11,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, Self, TypeAlias
 
+from ..checks import check_count
 from ..delivery import Delivery
 from ..errors import BrokerUnavailableError, ConfigurationError, StoreUnavailableError
 from ..message import Message, claimed
@@ -48,8 +49,8 @@ class MemoryBroker:
             keep: How many messages are remembered.
             capacity: How many messages may wait for a group; more are refused, and wait with whoever publishes them.
         """
-        if keep < 1 or capacity < 1:
-            raise ConfigurationError(f"keep={keep} and capacity={capacity} must be at least 1")
+        check_count("keep", keep)
+        check_count("capacity", capacity)
         self._received: deque[Message] = deque(maxlen=keep)
         self._capacity = capacity
         self._down: set[str | None] = set()

@@ -21,7 +21,7 @@ import click
 from ..errors import ConfigurationError, StoreFileMissingError
 from ..message import DEFAULT_NAMESPACE
 from ..store import Store
-from ..stores import MemoryStore, SQLStore, open_url
+from ..stores import MemoryStore, SQLStore, store_from_url
 
 __all__ = [
     "Duration",
@@ -105,7 +105,7 @@ class StoreOptions:
             _look_for(Path(self.url.removeprefix("sqlite:///")), may_create=may_create)
         names = {"namespace": self.namespace, "table": self.table, "inbox": self.inbox, "schema": self.schema}
         said = {"profile": self.profile, "pooler": self.pooler}
-        store = open_url(self.url, **names, **{name: value for name, value in said.items() if value}, **settings)
+        store = store_from_url(self.url, **names, **{name: value for name, value in said.items() if value}, **settings)
         if isinstance(store, MemoryStore):
             raise ConfigurationError("a memory: store lives in the process that made it; name a database")
         return store

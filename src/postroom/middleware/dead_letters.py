@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from .. import events
 from ..broker import describe
+from ..checks import check_count, check_methods
 from ..dead_letters import DeadLetters
 from ..deadline import off_the_clock
-from ..errors import CommitUnknownError, ConfigurationError, StoreError, is_hopeless, is_outage
+from ..errors import CommitUnknownError, StoreError, is_hopeless, is_outage
 from ..message import Message
 from ..reporting import Reporter
 from .chain import NOTHING, Next
@@ -44,8 +45,8 @@ class DeadLetterMiddleware:
             was_handled: Tells whether a message was handled, which may have been delivered so often for another reason.
             listener: Called with each, as the listener of the consumer is.
         """
-        if max_attempts < 1:
-            raise ConfigurationError(f"max_attempts={max_attempts} must be at least 1")
+        check_methods("letters", letters, ("bury",), "a place for dead letters")
+        check_count("max_attempts", max_attempts)
         self._letters = letters
         self._max_attempts = max_attempts
         self._was_handled = was_handled

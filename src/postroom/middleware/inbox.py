@@ -10,8 +10,9 @@ from functools import partial
 from typing import ClassVar
 
 from .. import events
+from ..checks import check_duration, check_type
 from ..deadline import off_the_clock
-from ..errors import AlreadyHandledError, ConfigurationError, InvalidMessageError, TransactionError
+from ..errors import AlreadyHandledError, InvalidMessageError, TransactionError
 from ..inbox import CHUNK, Inbox
 from ..message import Message
 from ..patience import UPKEEP, persist
@@ -43,8 +44,8 @@ class InboxMiddleware:
             cleanup_interval: How often messages past their retention are forgotten, while a consumer runs.
             listener: Called with duplicates, as the listener of the consumer is.
         """
-        if cleanup_interval <= timedelta(0):
-            raise ConfigurationError(f"cleanup_interval={cleanup_interval} must be positive")
+        check_type("inbox", inbox, Inbox)
+        check_duration("cleanup_interval", cleanup_interval)
         self.inbox = inbox
         self._cleanup_interval = cleanup_interval
         self._report = Reporter(listener)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar
 
-from ..errors import CommitUnknownError, ConfigurationError, is_hopeless
+from ..checks import check_count, check_function
+from ..errors import CommitUnknownError, is_hopeless
 from ..message import Message
 from ..reporting import Reporter
 from ..retry import Backoff, Delay, guarded
@@ -40,8 +41,8 @@ class RetryMiddleware:
             on: Which errors are worth another attempt.
             backoff: How long to wait after the first, the second… failure.
         """
-        if attempts < 1:
-            raise ConfigurationError(f"attempts={attempts} must be at least 1")
+        check_count("attempts", attempts)
+        check_function("backoff", backoff, "the number of failures", optional=True)
         self._attempts = attempts
         self._on = on
         waits = backoff or Backoff(base=timedelta(milliseconds=50), max=timedelta(seconds=2))

@@ -9,11 +9,11 @@ from datetime import timedelta
 from typing import Any, ClassVar, Final, Literal
 from uuid import UUID
 
+from ..checks import check_choice, check_count
 from ..deadline import UNTIMED, Untimed, clock
 from ..errors import (
     AlreadyHandledError,
     CommitUnknownError,
-    ConfigurationError,
     StoreContentionError,
     StoreError,
     StorePermissionError,
@@ -54,10 +54,8 @@ class TransactionMiddleware:
         Raises:
             UnknownConnectionError: Nothing is known of this kind of pool.
         """
-        if nested not in {"join", "savepoint"} or retries < 0:
-            raise ConfigurationError(
-                f"nested={nested!r} must be 'join' or 'savepoint', and retries={retries} at least 0"
-            )
+        check_choice("nested", nested, ("join", "savepoint"))
+        check_count("retries", retries, least=0)
         self.transactions: Transactions = transactions_of(pool)
         self._nested = nested
         self._retries = retries

@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from .. import events
+from ..checks import check_count, check_duration, check_function, check_methods, check_text
 from ..dead_letters import DeadLetters, StoredDeadLetters
 from ..inbox import Inbox, Mode
 from ..message import Message
 from ..outbox import Outbox
+from ..store import as_store
 from ..transaction import Transactions
 from .chain import Next
 from .dead_letters import DeadLetterMiddleware, no_fault_of_the_message
@@ -120,8 +122,15 @@ class Transactional:
         return self._outbox(message, call_next)
 
 
+def as_transactional(store: TransactionalStore | str) -> TransactionalStore:
+    """Return a store whose outbox and inbox can be written in transactions, made of its URL if that was given."""
+    needs = ("transactions", "inbox", "outbox", "open")
+    found: TransactionalStore = as_store(store, needs=needs, kind="a store with an inbox")
+    return found
+
+
 def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
-    store: TransactionalStore,
+    store: TransactionalStore | str,
     *,
     consumer: str,
     pool: object | None = None,
@@ -141,7 +150,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     message is acknowledged. A message that was handled before is acknowledged and nothing else.
 
     Args:
-        store: Where outbox and inbox are.
+        store: Where outbox and inbox are: a store, or its URL.
         consumer: Who handles the messages; each consumer needs a name of its own.
         pool: Where transactions are opened, if not on connections of the store: see `TransactionMiddleware`.
         topic: Where all outputs go; by default each says it itself.
@@ -157,6 +166,13 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     Raises:
         ConfigurationError: Messages would be forgotten while they may still come again.
     """
+    check_text("topic", topic, optional=True)
+    check_count("max_attempts", max_attempts, optional=True)
+    check_methods("dead_letters", dead_letters, ("bury",), "a place for dead letters or None", optional=True)
+    check_function("wake", wake, "no argument", optional=True)
+    check_function("listener", listener, "an event", optional=True)
+    check_duration("cleanup_interval", cleanup_interval)
+    store = as_transactional(store)
     inbox = store.inbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
     transaction = TransactionMiddleware(store if pool is None else pool)
     if mode == "pessimistic":

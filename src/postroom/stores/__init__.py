@@ -9,7 +9,7 @@ from ..store import Store
 from .memory import MemoryStore
 from .sql.store import MySQLStore, PostgresStore, SQLiteStore, SQLStore
 
-__all__ = ["MemoryStore", "MySQLStore", "PostgresStore", "SQLStore", "SQLiteStore", "open_url"]
+__all__ = ["MemoryStore", "MySQLStore", "PostgresStore", "SQLStore", "SQLiteStore", "store_from_url"]
 
 if TYPE_CHECKING:
     from .redis import RedisStore
@@ -26,12 +26,12 @@ _OF_REDIS = frozenset({"profile", "replicas"})
 _REDIS = frozenset({"redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel"})
 
 
-def open_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisStore:  # noqa: ANN401 -- those of the store's constructor
+def store_from_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisStore:  # noqa: ANN401 -- those of the store's constructor
     """Return the store that a URL names, not yet opened.
 
     Example:
-        >>> from postroom.stores import open_url
-        >>> open_url("sqlite:///shop.sqlite3", namespace="shop")
+        >>> from postroom.stores import store_from_url
+        >>> store_from_url("sqlite:///shop.sqlite3", namespace="shop")
         SQLiteStore(namespace='shop', table='postroom_outbox')
     """
     scheme, _, rest = url.partition(":")

@@ -9,10 +9,11 @@ from datetime import UTC, datetime, timedelta
 from itertools import chain, takewhile
 from typing import Final
 
+from ..checks import check_duration, check_function
 from ..decisions import Question
-from ..errors import ConfigurationError, NotInTransactionError
+from ..errors import ConfigurationError, InvalidNameError, NotInTransactionError
 from ..inbox import Inbox
-from ..message import DEFAULT_NAMESPACE, Message, claimed
+from ..message import DEFAULT_NAMESPACE, Message, claimed, is_namespace
 from ..outbox import Added, Addition, Outbox
 from ..store import (
     PARKED_FOR,
@@ -52,6 +53,10 @@ class MemoryStore:
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         keep_delivered: timedelta = timedelta(days=7),
     ) -> None:
+        if not is_namespace(namespace):
+            raise InvalidNameError("namespace", namespace, "1 to 100 printable characters")
+        check_function("clock", clock, "no argument")
+        check_duration("keep_delivered", keep_delivered, zero=True)
         self.namespace = namespace
         self.keep_delivered = keep_delivered
         self.rows: MemoryTable = MemoryTable()

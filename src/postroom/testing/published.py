@@ -9,7 +9,7 @@ from ..brokers.memory import MemoryBroker
 from ..dispatcher import Dispatcher
 from ..message import Message
 from ..outbox import Outbox
-from ..store import Store
+from ..store import Store, as_store
 from ..stores.sql.store import SQLiteStore
 
 __all__ = ["Published", "SQLiteOutbox"]
@@ -49,9 +49,10 @@ class Published(MemoryBroker):
         [b'{"order_id":42}']
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store | str) -> None:
+        """Set up a broker for the messages of a store, which may be given by its URL."""
         super().__init__()
-        self._store = store
+        self._store: Store = as_store(store)
 
     async def drain(self) -> list[Message]:
         """Deliver everything that is due, and return what was delivered by this call, in order."""

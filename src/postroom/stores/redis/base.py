@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Final
 
-from ...errors import ConfigurationError
+from ...checks import check_duration
 from ...inbox import Mode
 from ...store import Claim, ClaimTerms, Settlement
 from .client import Client
@@ -43,8 +43,7 @@ class StoreInRedis(ABC):
         replicas: int,
         timeout: timedelta,
     ) -> None:
-        if keep_delivered < timedelta(0):
-            raise ConfigurationError(f"keep_delivered={keep_delivered} must not be negative")
+        check_duration("keep_delivered", keep_delivered, zero=True)
         self.namespace = namespace
         self.keep_delivered = keep_delivered
         self._table = table

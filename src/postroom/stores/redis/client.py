@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
+from ...checks import check_duration
 from ...errors import ConfigurationError, MissingExtraError, StoreError, StoreTimeoutError
 from .scripts import Script, script
 
@@ -56,8 +57,7 @@ class Client:
     """A client of the library, whose errors are ours."""
 
     def __init__(self, server: Foreign, *, timeout: timedelta) -> None:
-        if timeout <= timedelta(0):
-            raise ConfigurationError(f"timeout={timeout} must be positive")
+        check_duration("timeout", timeout)
         self._timeout = timeout.total_seconds()
         self.foreign: Foreign
         self.foreign, self._is_ours = connected(server, timeout=timeout)

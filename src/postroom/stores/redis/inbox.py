@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Final, Literal, TypeAlias
 from urllib.parse import quote
 
+from ...checks import check_duration, check_function
 from ...decisions import Question
 from ...errors import (
     ConfigurationError,
@@ -83,8 +84,9 @@ class RedisInbox(Inbox):
         Raises:
             ConfigurationError: Messages would be forgotten while they may still come again, or a lease is none.
         """
-        if lease <= timedelta(0) or longest < timedelta(0):
-            raise ConfigurationError(f"lease={lease} must be positive, and longest={longest} not negative")
+        check_duration("lease", lease)
+        check_duration("longest", longest, zero=True)
+        check_function("key_func", key_func, "a message", optional=True)
         self.is_literal: bool = mode == SETNX
         super().__init__(
             consumer,

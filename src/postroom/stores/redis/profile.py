@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 import redis.exceptions
 
+from ...checks import check_count
 from ...errors import (
     ConfigurationError,
     ReadOnlyStoreError,
@@ -236,8 +237,7 @@ async def confirm(client: Client, checked: Checked, *, prefix: str, patience: ti
 def _check_arguments(profile: Profile, replicas: int) -> None:
     if profile not in get_args(Profile):
         raise ConfigurationError(f"profile={profile!r} is unknown; pass one of {', '.join(get_args(Profile))}")
-    if replicas < 1:
-        raise ConfigurationError(f"replicas={replicas} must be positive; for none pass profile='durable'")
+    check_count("replicas", replicas)
 
 
 class _Node:

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import redis.exceptions
 
 from ... import events
+from ...checks import check_choice
 from ...errors import (
     CommitRefusedError,
     CommitUnknownError,
@@ -95,8 +96,7 @@ class RedisTransactions:
             ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
                 profile.
         """
-        if mode not in get_args(CommitMode):
-            raise ConfigurationError(f"mode={mode!r} must be 'guarded' or 'multi'")
+        check_choice("mode", mode, get_args(CommitMode))
         self.mode: CommitMode = mode
         self.tag = tag
         self.client: Client = Client(server, timeout=timeout)

@@ -37,8 +37,7 @@ class Names:
     def __post_init__(self) -> None:
         """Refuse what is not a plain identifier, and what would be called the same."""
         for kind, name in (("table", self.table), ("schema", self.schema), ("table", self.inbox)):
-            taken = name is not None and name != TEMPORARY and name.startswith(("sqlite_", "pg_"))
-            if name is not None and (taken or not _NAME.fullmatch(name)):
+            if name is not None and not _is_name(name):
                 raise InvalidNameError(kind, name, _RULE)
         of_outbox = {self.table, *(f"{self.table}_{suffix}" for suffix in _OF_OUTBOX)}
         of_inbox = {self.inbox, *(f"{self.inbox}_{suffix}" for suffix in _OF_INBOX)}
@@ -64,3 +63,10 @@ class Names:
             "inbox_processed": prefix + quoted(f"{self.inbox}_processed"),
             "inbox_old": quoted(f"{self.inbox}_old"),
         }
+
+
+def _is_name(name: object) -> bool:
+    """Tell whether something is a plain identifier that no database keeps for itself."""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        return False
+    return name == TEMPORARY or not name.startswith(("sqlite_", "pg_"))

@@ -9,8 +9,9 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
+from ...checks import check_choice, check_count, check_duration, check_flag, check_text
 from ...errors import (
     ConfigurationError,
     DecodeError,
@@ -79,8 +80,8 @@ class SQLStore:
         """
         if not is_namespace(namespace):
             raise InvalidNameError("namespace", namespace, "1 to 100 printable characters")
-        if keep_delivered < timedelta(0) or timeout <= timedelta(0):
-            raise ConfigurationError(f"keep_delivered={keep_delivered} and timeout={timeout} must not be negative")
+        check_duration("keep_delivered", keep_delivered, zero=True)
+        check_duration("timeout", timeout)
         self.namespace = namespace
         self.features: Features = features or Features(separates_keys=True)
         self.keep_delivered = keep_delivered
@@ -309,10 +310,11 @@ class PostgresStore(SQLStore):
             pooler: ``"transaction"`` if ``dsn`` leads to PgBouncer or another pooler that gives a server session to a
                 client for one transaction only; None for a direct connection or a pooler in session mode.
         """
-        if pooler not in {None, "transaction"}:
-            raise ConfigurationError(
-                f"pooler={pooler!r} is unknown; use 'transaction', or None for sessions of your own"
-            )
+        check_text("dsn", dsn)
+        check_choice("pooler", pooler, (None, *get_args(Pooler)))
+        check_choice("driver", driver, ("asyncpg", "psycopg"))
+        check_duration("timeout", timeout)
+        check_count("connections", connections)
         place = Place.parse(dsn, schemes=("postgresql", "postgres"))
         super().__init__(
             PostgresSchema(PostgreSQL(Names(table=table, schema=schema, inbox=inbox))),
@@ -390,6 +392,8 @@ class MySQLStore(SQLStore):
         """Set up a store on ``url``, which begins with ``mysql://`` or ``mariadb://``."""
         from .drivers.asyncmy import AsyncmyDriver  # noqa: PLC0415 -- an extra
 
+        check_text("url", url)
+        check_count("connections", connections)
         place = Place.parse(url, schemes=("mysql", "mariadb"))
         super().__init__(
             MySQLSchema(MySQL(Names(table=table, inbox=inbox))),
@@ -433,6 +437,8 @@ class SQLiteStore(SQLStore):
         """
         from .drivers.sqlite import SQLiteDriver  # noqa: PLC0415 -- loads the C library
 
+        check_duration("timeout", timeout)
+        check_flag("wal", wal)
         if str(path) == ":memory:" or str(path) == "":
             raise ConfigurationError(
                 "a SQLite store needs a file, since a dispatcher opens it again; or use MemoryStore"
@@ -483,11 +489,9 @@ def _postgres_driver(name: Literal["asyncpg", "psycopg"]) -> Callable[..., Drive
         from .drivers.asyncpg import AsyncpgDriver  # noqa: PLC0415 -- an extra
 
         return AsyncpgDriver
-    if name == "psycopg":
-        from .drivers.psycopg import PsycopgDriver  # noqa: PLC0415 -- an extra
+    from .drivers.psycopg import PsycopgDriver  # noqa: PLC0415 -- an extra
 
-        return PsycopgDriver
-    raise ConfigurationError(f"no driver {name!r} for PostgreSQL; use 'asyncpg' or 'psycopg'")
+    return PsycopgDriver
 
 
 def _one(statement: Statement) -> Script[Result]:
