@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, TypeAlias, TypeVar
 
-from .codec import Codec, JSONCodec, encoded, type_name
+from .codec import Codec, JSONCodec, encoded, is_many, type_name
 from .deadline import UNTIMED, clock
 from .errors import (
     AlreadyStartedError,
@@ -29,7 +29,6 @@ H = TypeVar("H", bound=Handler)
 Matcher: TypeAlias = Callable[[Message], bool]
 
 NONE: Final[Sequence[Message]] = ()
-_MANY: Final = (list, tuple, Iterator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +207,4 @@ class Router:
 def each(returned: Any) -> Iterator[object]:  # noqa: ANN401 -- whatever a handler returns
     """Yield what a handler returned, be it one or many."""
     outputs: Iterable[object] = returned
-    # A named tuple is an event that happens to be a tuple.
-    is_many = isinstance(returned, _MANY) and not hasattr(outputs, "_fields")
-    return iter(outputs if is_many else (outputs,))
+    return iter(outputs if is_many(returned) or isinstance(returned, Iterator) else (outputs,))
