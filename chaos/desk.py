@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Unpack
 from uuid import UUID
 
-from postroom import Added, Outbox
+from postroom import AddResult, Outbox
 from postroom.errors import CommitUnknownError
 from postroom.outbox import Options
 
@@ -54,12 +54,12 @@ class Desk(ABC):
         connection: Any,  # noqa: ANN401 -- each knows its own
         events: Sequence[object],
         **options: Unpack[Options],
-    ) -> list[Added]:
+    ) -> list[AddResult]:
         """Add one event by itself, or several at once."""
         if len(events) == 1:
-            one: Added = await outbox.add(connection, events[0], **options)
+            one: AddResult = await outbox.add(connection, events[0], **options)
             return [one]
-        many: list[Added] = await outbox.add(connection, list(events), **options)
+        many: list[AddResult] = await outbox.add(connection, list(events), **options)
         return many
 
 
@@ -115,7 +115,7 @@ class SQLiteDesk(Desk):
         connection: sqlite3.Connection,
         events: Sequence[object],
         **options: Unpack[Options],
-    ) -> list[Added]:
+    ) -> list[AddResult]:
         if len(events) == 1:
             return [outbox.add(connection, events[0], **options)]
         return outbox.add(connection, list(events), **options)

@@ -130,7 +130,7 @@ class Producer:
                 dedupe_key=first.dedupe,
                 delay=timedelta(seconds=first.delay),
             )
-            added += [(draft, one.id, one.added) for draft, one in zip(together, results, strict=True)]
+            added += [(draft, one.id, one.is_new) for draft, one in zip(together, results, strict=True)]
         await self._desk.note(connection, [identity for _, identity, is_new in added if identity and is_new])
         messages = [{**asdict(draft), "id": str(identity), "added": new} for draft, identity, new in added]
         self._history.write("enqueue", "invoke", tx=name, messages=messages, hoped=self._desk.only_hopes)

@@ -180,7 +180,7 @@ async def test_a_producer_adds_and_hints_and_reads_no_payload(site: Site) -> Non
     finally:
         await store.close()
 
-    assert (again.id, again.added) == (first.id, False)
+    assert (again.id, again.is_new) == (first.id, False)
     assert isinstance(decided, Enqueued)
     assert await asyncio.to_thread(site.look, "SELECT count(*) FROM postroom_outbox") == [8]
 

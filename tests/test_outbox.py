@@ -6,11 +6,11 @@ import asyncio
 import logging
 import sqlite3
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, make_dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 import asyncpg
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from sqlalchemy import orm
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
-from postroom import Added, ClaimTerms, Delivered, Limits, Message, Outbox, Settlement
+from postroom import AddResult, ClaimTerms, Delivered, Limits, Message, Outbox, Settlement
 from postroom.errors import (
     EncodeError,
     InvalidDedupeKeyError,
@@ -48,6 +48,10 @@ from postroom.testing.clients import MariaDBClient, PostgresClient
 from .worlds import DATABASES
 
 TENANT = UUID("0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f")
+
+
+class Rated(NamedTuple):
+    stars: int
 
 
 # -- the databases ---------------------------------------------------------------------------------------------
@@ -231,6 +235,28 @@ REFUSALS = {
 }
 
 
+def test_the_result_of_a_duplicate_is_false_in_a_condition_and_no_tuple() -> None:
+    """S2-22: ``if outbox.add(...):`` asks whether something was added."""
+    identity = UUID(int=1)
+    new, duplicate = AddResult(identity, is_new=True), AddResult(identity, is_new=False)
+
+    assert new
+    assert not duplicate
+    assert not isinstance(new, tuple)
+    assert (duplicate.id, duplicate.is_new) == (identity, False)
+    assert duplicate == AddResult(identity, is_new=False) != new
+
+
+def test_a_named_tuple_is_one_event_with_every_option(sqlite_path: Path) -> None:
+    """S2-17: a dedupe key may stand for it, as for any one event."""
+    connection = sqlite3.connect(sqlite_path)
+    SQLiteStore.create_tables(connection)
+    with closing(connection), connection:
+        results = [Outbox().add(connection, Rated(5), topic="ratings", dedupe_key="r-1") for _ in range(2)]
+
+    assert [result.is_new for result in results] == [True, False]
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_bad_input_is_refused_with_its_remedy_and_nothing_is_written(shared: Database, name: str) -> None:
     """S2-15, S1-11, S1-27, G11: every mistake has an error that says what to do, and shows no payload and no header."""
@@ -365,7 +391,7 @@ def test_what_is_accepted_comes_back_unchanged(shared: Database, messages: list[
 
     claimed = asyncio.run(drain(shared.store()))
 
-    assert added == [Added(message.id, added=True) for message in messages]
+    assert added == [AddResult(message.id, is_new=True) for message in messages]
     assert sorted(claimed, key=lambda message: message.id) == sorted(messages, key=lambda message: message.id)
     assert {message.id: dict(message.headers) for message in claimed} == {m.id: dict(m.headers) for m in messages}
 

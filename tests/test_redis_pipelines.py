@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import warnings
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -107,3 +109,24 @@ async def test_a_ticket_is_not_scheduled_between_watch_and_multi(client: Foreign
         await answered(Decisions(Outbox(namespace=namespace)).schedule(pipeline, "ticket", soon))
 
     await answered(pipeline.reset())
+
+
+@pytest.mark.parametrize("kind", [Outbox, StreamOutbox])
+@pytest.mark.parametrize("client", ["async", "async-cluster"], indirect=True)
+async def test_an_add_that_is_never_awaited_is_named_in_the_warning(
+    client: Foreign, kind: type[Outbox], namespace: str
+) -> None:
+    """S2-17: also of a pipeline, in which nothing is queued until it is awaited."""
+    outbox = kind(namespace=namespace)
+    pipeline = client.pipeline(transaction=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        for connection in (client, pipeline):
+            _ = outbox.add(connection, {"n": 1}, topic="orders")
+            _ = outbox.add(connection, [{"n": 1}], topic="orders")
+        del _
+        gc.collect()
+
+    assert [str(one.message) for one in caught] == ["coroutine 'Outbox.add' was never awaited"] * 4
+    assert await client.keys(f"*{namespace}*") == []

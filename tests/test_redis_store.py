@@ -35,7 +35,7 @@ from postroom.errors import (
     StoreUnavailableError,
 )
 from postroom.events import Event, MessagesDelivered, Repaired
-from postroom.outbox import Added
+from postroom.outbox import AddResult
 from postroom.store import Claim, ClaimTerms, Dead, Delivered, Outcome, Release, Retry, Settlement
 from postroom.stores.redis import RedisStore
 from postroom.stores.redis.client import Client
@@ -67,7 +67,7 @@ class Shop:
         self.client: redis.asyncio.Redis = client_of(url)
         self.outbox: Outbox = self.store.outbox()
 
-    async def add(self, *messages: Message) -> list[Added]:
+    async def add(self, *messages: Message) -> list[AddResult]:
         return await self.outbox.add(self.client, list(messages))
 
     async def deliver_all(self) -> list[Message]:

@@ -116,7 +116,7 @@ async def test_a_store_says_whether_adding_needs_a_transaction_and_one_that_does
     added = await shop.outbox.add(shop.client, {}, topic="orders")
 
     assert (sql.features.requires_transaction, shop.store.features.requires_transaction) == (True, False)
-    assert added.added
+    assert added.is_new
 
 
 async def test_every_change_is_one_script(shop: Shop) -> None:
@@ -375,7 +375,7 @@ async def test_a_message_whose_hint_is_lost_is_found_by_the_next_look(shop: Shop
         await shop.client.publish(shop.keys.channel, "end")
         heard = [hint["data"] async for hint in _hints_until_end(hints)]
 
-    assert added.added
+    assert added.is_new
     assert heard == [b"end"]
 
 

@@ -15,7 +15,7 @@ import asyncpg
 import pytest
 import sqlalchemy
 
-from postroom import Added, Outbox
+from postroom import AddResult, Outbox
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
 from postroom.stores.sql.dialects.mysql import _LOCKS
 from postroom.stores.sql.dialects.postgres import lock_number
@@ -245,8 +245,8 @@ async def test_the_loser_of_a_race_waits_and_learns_that_it_was_there_already(si
     loser = await asyncio.wait_for(second, 20)
 
     assert not finished_early
-    assert winner.added
-    assert loser == Added(winner.id, added=False)
+    assert winner.is_new
+    assert loser == AddResult(winner.id, is_new=False)
     assert await site.stored() == ["t"]
 
 
@@ -259,7 +259,7 @@ async def test_if_the_first_of_a_race_rolls_back_the_second_is_added(site: Site)
         raise RolledBackError
     added = await asyncio.wait_for(second, 20)
 
-    assert added.added
+    assert added.is_new
     assert await site.stored() == ["t"]
 
 
@@ -276,7 +276,7 @@ async def test_in_a_race_of_batches_each_message_is_stored_once(site: Site) -> N
         await until(site.waiting, "the second transaction waits for the first")
     lost = await asyncio.wait_for(second, 20)
 
-    assert [item.added for item in won] == [True, True]
-    assert lost[0] == Added(won[1].id, added=False)
-    assert lost[1].added
+    assert [item.is_new for item in won] == [True, True]
+    assert lost[0] == AddResult(won[1].id, is_new=False)
+    assert lost[1].is_new
     assert await site.stored() == ["topic-a", "topic-b", "topic-c"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import sqlite3
 import sys
+import warnings
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 import aiosqlite
@@ -32,8 +34,8 @@ from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_asyncio
 from sqlalchemy.pool import NullPool
 
-from postroom import Added, Message, Outbox
-from postroom.errors import NotInTransactionError, SchemaMissingError, TransactionAbortedError
+from postroom import AddResult, Message, Outbox
+from postroom.errors import InvalidTopicError, NotInTransactionError, SchemaMissingError, TransactionAbortedError
 from postroom.stores import SQLStore, store_from_url
 from postroom.testing.clients import MariaDBClient, PostgresClient
 
@@ -507,8 +509,8 @@ async def test_message_and_business_row_are_committed_and_rolled_back_together(
         await awaited(outbox.add(link.handle, {"n": 2}, topic="dropped"))
         await link.rollback()
 
-    assert isinstance(added, Added)
-    assert added.added
+    assert isinstance(added, AddResult)
+    assert added.is_new
     assert before == []
     assert stored(databases, library, outbox) == ["kept"]
     assert business(databases, library, kept) == 1
@@ -538,8 +540,70 @@ async def test_without_a_transaction_nothing_is_written_unless_asked_for(
         added = await awaited(outbox.add(link.handle, {"n": 1}, topic="alone", outside_transaction=True))
 
         assert refused == []
-        assert added.added
+        assert added.is_new
         assert stored(databases, library, outbox) == ["alone"]
+
+
+class PaymentTaken(NamedTuple):
+    order_id: int
+    cents: int
+
+
+@pytest.mark.parametrize("name", ["sqlite3", "asyncpg"])
+async def test_a_named_tuple_is_one_event(name: str, databases: Databases, outbox: Outbox) -> None:
+    """S2-17: as it is to the router, although Python counts it as a tuple."""
+    library = named(name)
+    async with library.opened(databases) as link:
+        await link.begin()
+
+        added = await awaited(outbox.add(link.handle, PaymentTaken(42, 995), topic="payments"))
+        many = await awaited(outbox.add(link.handle, (PaymentTaken(43, 1), PaymentTaken(44, 2)), topic="payments"))
+        await link.commit()
+
+    assert isinstance(added, AddResult)
+    assert [item.is_new for item in many] == [True, True]
+    assert stored(databases, library, outbox, "type") == ["payment.taken"] * 3
+
+
+ASYNC_LIBRARIES = ("asyncpg", "asyncpg-pool", "psycopg-async", "aiosqlite", "asyncmy")
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+@pytest.mark.parametrize(
+    "name",
+    [library.name for library in LIBRARIES if library.name in ASYNC_LIBRARIES or library.name.startswith("async-")],
+)
+async def test_an_add_that_is_never_awaited_is_named_in_the_warning(
+    name: str,
+    many: bool,  # noqa: FBT001
+    databases: Databases,
+    outbox: Outbox,
+) -> None:
+    """S2-17: Python says which call was meant, once, and not which function inside of the library."""
+    event: object = [{"n": 1}, {"n": 2}] if many else {"n": 1}
+    async with named(name).opened(databases) as link:
+        await link.begin()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+
+            forgotten = outbox.add(link.handle, event, topic="t")
+            is_coroutine = inspect.iscoroutine(forgotten)
+            del forgotten
+            gc.collect()
+
+        await link.rollback()
+    assert is_coroutine
+    assert [str(one.message) for one in caught] == ["coroutine 'Outbox.add' was never awaited"]
+
+
+@pytest.mark.parametrize("name", ASYNC_LIBRARIES)
+async def test_messages_are_checked_by_the_call_and_not_when_it_is_awaited(
+    name: str, databases: Databases, outbox: Outbox
+) -> None:
+    """S2-17: the error is raised where the event is passed."""
+    async with named(name).opened(databases) as link:
+        with pytest.raises(InvalidTopicError):
+            _ = outbox.add(link.handle, {"n": 1}, topic="")
 
 
 async def test_one_and_many_are_added_in_their_order_and_duplicates_are_told(
@@ -566,11 +630,15 @@ async def test_one_and_many_are_added_in_their_order_and_duplicates_are_told(
         repeated = await add(message)
         await link.commit()
 
-    assert [first.added, again, later] == [True, Added(first.id, added=False), Added(first.id, added=False)]
-    assert elsewhere.added
-    assert [item.added for item in many] == [True, True]
-    assert given == [Added(message.id, added=True), Added(message.id, added=False), Added(first.id, added=False)]
-    assert repeated == Added(message.id, added=False)
+    assert [first.is_new, again, later] == [True, AddResult(first.id, is_new=False), AddResult(first.id, is_new=False)]
+    assert elsewhere.is_new
+    assert [item.is_new for item in many] == [True, True]
+    assert given == [
+        AddResult(message.id, is_new=True),
+        AddResult(message.id, is_new=False),
+        AddResult(first.id, is_new=False),
+    ]
+    assert repeated == AddResult(message.id, is_new=False)
     assert none == []
     assert stored(databases, library, outbox) == ["one", "two", "many", "many", "given"]
     ids = [as_uuid(value) for value in stored(databases, library, outbox, "id")]
@@ -591,7 +659,7 @@ async def test_a_batch_larger_than_one_statement_is_added_whole_and_in_order(
         await link.commit()
 
     assert len(added) == 1200
-    assert all(item.added for item in added)
+    assert all(item.is_new for item in added)
     payloads = [bytes(value) for value in stored(databases, library, outbox, "payload")]
     assert payloads == [b'{"n":%d}' % n for n in range(1200)]
     initial = {(0, 0)}
@@ -680,8 +748,8 @@ async def test_codecs_that_the_caller_has_set_do_not_change_what_is_stored(
         await link.commit()
 
     assert stored(databases, library, outbox, "headers") == [{"a": "b"}] * 3
-    assert again == Added(one.id, added=False)
-    assert all(item.added for item in many)
+    assert again == AddResult(one.id, is_new=False)
+    assert all(item.is_new for item in many)
 
 
 async def test_asyncpg_prepares_the_statement_of_add_once(databases: Databases, outbox: Outbox) -> None:
@@ -708,7 +776,7 @@ async def test_a_session_that_does_not_begin_by_itself_is_refused_before_it_begi
         with pytest.raises(NotInTransactionError, match=r"session\.begin"):
             outbox.add(link.handle, {"n": 1}, topic="t")
         with link.handle.begin():
-            assert outbox.add(link.handle, {"n": 1}, topic="t").added
+            assert outbox.add(link.handle, {"n": 1}, topic="t").is_new
 
     assert stored(databases, named("psycopg"), outbox) == ["t"]
 
@@ -721,7 +789,7 @@ async def test_a_batch_larger_than_a_packet_is_added_whole(databases: Databases,
         added = outbox.add(link.handle, [payload] * 80, topic="t")
         await link.commit()
 
-    assert [item.added for item in added] == [True] * 80
+    assert [item.is_new for item in added] == [True] * 80
     assert stored(databases, library, outbox, "LENGTH(payload)") == [len(payload)] * 80
 
 
@@ -741,8 +809,8 @@ async def test_a_duplicate_that_the_snapshot_cannot_see_is_a_serialization_failu
         async with late.handle.transaction(isolation="repeatable_read"):
             again = await outbox.add(late.handle, {"n": 1}, topic="t", dedupe_key="unseen")
 
-    assert seen == Added(first.id, added=False)
-    assert again == Added(winner.id, added=False)
+    assert seen == AddResult(first.id, is_new=False)
+    assert again == AddResult(winner.id, is_new=False)
     assert len(stored(databases, named("asyncpg"), outbox)) == 2
 
 
@@ -758,7 +826,7 @@ async def test_a_duplicate_that_the_snapshot_cannot_see_is_told_on_mariadb(
         loser = await awaited(outbox.add(late.handle, {"n": 2}, topic="t", dedupe_key="k"))
         await late.commit()
 
-    assert loser == Added(winner.id, added=False)
+    assert loser == AddResult(winner.id, is_new=False)
     assert len(stored(databases, named(kind), outbox)) == 1
 
 
@@ -778,7 +846,7 @@ async def test_a_producer_without_the_right_to_read_can_add(databases: Databases
         look(databases, PG, f"DROP OWNED BY {role}")
         look(databases, PG, f"DROP ROLE {role}")
 
-    assert [item.added for item in (added, *many)] == [True, True, True]
+    assert [item.is_new for item in (added, *many)] == [True, True, True]
     assert stored(databases, named("asyncpg"), outbox) == ["one", "many", "many"]
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
@@ -12,7 +13,7 @@ from redis.asyncio.client import Pipeline
 from postroom.errors import MessageBusyError
 from postroom.inbox import Inbox
 from postroom.message import Message
-from postroom.outbox import Added, Addition, Outbox
+from postroom.outbox import Addition, Answer, Outbox
 from postroom.store import Claim, ClaimTerms, Delivered, Settlement
 from postroom.stores.redis import RedisInbox, RedisStreamStore
 from postroom.stores.redis.inbox import RecorderWriter
@@ -20,6 +21,8 @@ from postroom.stores.redis.recorder import Recorder
 from postroom.stores.redis.writer import AsyncRedisWriter
 
 from .registry import REDIS, STREAM, Patched, rescript, variant
+
+T = TypeVar("T")
 
 # They are found by their names.
 __all__: list[str] = []
@@ -98,12 +101,13 @@ def redis_adds_outside_the_pipeline() -> None:
         connection: Patched,
         additions: Sequence[Addition],
         outbox: Outbox,
+        answer: Answer[T],
         *,
         outside_transaction: bool,
-    ) -> list[Added]:
+    ) -> T:
         if isinstance(connection, Pipeline):
             connection = Redis(connection_pool=connection.connection_pool)
-        return await sound(self, connection, additions, outbox, outside_transaction=outside_transaction)
+        return await sound(self, connection, additions, outbox, answer, outside_transaction=outside_transaction)
 
     setattr(AsyncRedisWriter, "write", write)
 

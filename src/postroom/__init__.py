@@ -10,7 +10,7 @@ from .dispatcher import Dispatcher
 from .inbox import Inbox
 from .message import Limits, Local, Message, uuid7
 from .middleware import TransactionMiddleware, transactional
-from .outbox import Added, Outbox
+from .outbox import AddResult, Outbox
 from .retry import Backoff
 from .router import Match, Router
 from .source import source
@@ -18,7 +18,7 @@ from .store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Releas
 from .transaction import Transaction, current_connection, current_transaction
 
 __all__ = [
-    "Added",
+    "AddResult",
     "Backoff",
     "Claim",
     "ClaimTerms",

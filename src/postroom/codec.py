@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from enum import Enum
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeGuard, cast
 from uuid import UUID
 
 from .decoding import decoded, decoder
 from .errors import EncodeError
 from .message import JSON
 
-__all__ = ["Codec", "JSONCodec", "Naming", "encoded", "named", "reader", "type_name"]
+__all__ = ["Codec", "JSONCodec", "Naming", "encoded", "is_many", "named", "reader", "type_name"]
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
@@ -54,6 +54,11 @@ def encoded(codec: Codec, event: object, topic: str | None, naming: Naming = "do
     if event is None or isinstance(event, _BARE):
         raise EncodeError(event, "a bare value is no event")
     return codec.encode(event), named(event, naming), codec.content_type
+
+
+def is_many(events: object) -> TypeGuard[Sequence[object]]:
+    """Tell whether a list or a tuple holds many events; a named tuple is one event that happens to be a tuple."""
+    return isinstance(events, list | tuple) and not hasattr(cast("object", events), "_fields")
 
 
 def reader(codec: Codec, kind: Any) -> Callable[[bytes], Any]:  # noqa: ANN401

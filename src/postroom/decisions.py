@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple, TypeAlias, Unpack, overload
@@ -222,7 +222,9 @@ class Decisions:
         self.outbox = outbox
 
     @overload
-    def schedule(self, connection: AsyncConnection, ticket: str, expires_at: datetime) -> Awaitable[Placed]: ...
+    def schedule(
+        self, connection: AsyncConnection, ticket: str, expires_at: datetime
+    ) -> Coroutine[Any, Any, Placed]: ...
     @overload
     def schedule(self, connection: SyncConnection, ticket: str, expires_at: datetime) -> Placed: ...
     def schedule(self, connection: object, ticket: str, expires_at: datetime) -> object:
@@ -235,7 +237,7 @@ class Decisions:
         return self._ask(connection, Schedule(_checked(ticket), _moment(expires_at)))
 
     @overload
-    def renew(self, connection: AsyncConnection, ticket: str, expires_at: datetime) -> Awaitable[Placed]: ...
+    def renew(self, connection: AsyncConnection, ticket: str, expires_at: datetime) -> Coroutine[Any, Any, Placed]: ...
     @overload
     def renew(self, connection: SyncConnection, ticket: str, expires_at: datetime) -> Placed: ...
     def renew(self, connection: object, ticket: str, expires_at: datetime) -> object:
@@ -243,7 +245,7 @@ class Decisions:
         return self._ask(connection, Renew(_checked(ticket), _moment(expires_at)))
 
     @overload
-    def find_due(self, connection: AsyncConnection, *, limit: int = ...) -> Awaitable[list[Due]]: ...
+    def find_due(self, connection: AsyncConnection, *, limit: int = ...) -> Coroutine[Any, Any, list[Due]]: ...
     @overload
     def find_due(self, connection: SyncConnection, *, limit: int = ...) -> list[Due]: ...
     def find_due(self, connection: object, *, limit: int = 100) -> object:
@@ -260,7 +262,7 @@ class Decisions:
         *,
         is_revoked: bool = ...,
         **options: Unpack[Options],
-    ) -> Awaitable[Decided]: ...
+    ) -> Coroutine[Any, Any, Decided]: ...
     @overload
     def decide(
         self,
@@ -301,7 +303,7 @@ class Decisions:
     @overload
     def cancel(
         self, connection: AsyncConnection, ticket: str, event: object, **options: Unpack[Options]
-    ) -> Awaitable[Cancelled]: ...
+    ) -> Coroutine[Any, Any, Cancelled]: ...
     @overload
     def cancel(
         self, connection: SyncConnection, ticket: str, event: object, **options: Unpack[Options]
@@ -314,7 +316,9 @@ class Decisions:
         return self._ask(connection, Cancel(_checked(ticket), self.outbox.prepare(event, **options)))
 
     @overload
-    def forget(self, connection: AsyncConnection, *, older_than: timedelta, limit: int = ...) -> Awaitable[int]: ...
+    def forget(
+        self, connection: AsyncConnection, *, older_than: timedelta, limit: int = ...
+    ) -> Coroutine[Any, Any, int]: ...
     @overload
     def forget(self, connection: SyncConnection, *, older_than: timedelta, limit: int = ...) -> int: ...
     def forget(self, connection: object, *, older_than: timedelta, limit: int = 1000) -> object:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack, cast, overload
+from operator import itemgetter
+from types import CoroutineType
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 from uuid import UUID
 
 from .checks import check_flag, check_function, check_methods, check_text, check_type
-from .codec import Codec, JSONCodec, encoded
+from .codec import Codec, JSONCodec, encoded, is_many
 from .errors import InvalidDueTimeError, InvalidMessageError, InvalidNameError
 from .message import DEFAULT_NAMESPACE, Limits, Message, drafted, is_namespace, uuid7s, validate
 from .writer import writer_of
 
-__all__ = ["Added", "Addition", "AsyncConnection", "Options", "Outbox", "SyncConnection", "check_moment"]
+__all__ = ["AddResult", "Addition", "Answer", "AsyncConnection", "Options", "Outbox", "SyncConnection", "check_moment"]
 
+T = TypeVar("T")
+
+#: What Python calls an `add` that was never awaited, in its warning.
+_NAME: Final = "Outbox.add"
 _NO_DELAY: Final = timedelta(0)
 #: Moments that every database can store.
 _MAX_DELAY: Final = timedelta(days=36525)
@@ -26,13 +32,34 @@ _FIRST_YEAR: Final = 1970
 _LAST_YEAR: Final = 9998
 
 
-class Added(NamedTuple):
-    """What became of a message that was added."""
+@dataclass(frozen=True, slots=True)
+class AddResult:
+    """The id of a message that was added, and whether this call stored it.
+
+    A result is true in a condition if the message is new. ``if outbox.add(...):`` asks whether something was added,
+    and an object that is true for a duplicate too would have the caller do twice what it does for a new message.
+    Reading a duplicate as a failure instead is loud, and loses nothing; ``is_new`` says which of the two is meant.
+
+    Example:
+        >>> from uuid import UUID
+        >>> from postroom import AddResult
+        >>> bool(AddResult(UUID(int=1), is_new=True)), bool(AddResult(UUID(int=1), is_new=False))
+        (True, False)
+    """
 
     #: The id under which the message is stored; None for a duplicate whose row this transaction cannot see.
     id: UUID | None
     #: False if a message with its id or dedupe key was there already.
-    added: bool
+    is_new: bool
+
+    def __bool__(self) -> bool:
+        """Return whether the message is new."""
+        return self.is_new
+
+
+#: What `Outbox.add` returns of the results: the only one, or all of them.
+Answer: TypeAlias = Callable[[list[AddResult]], T]
+_FIRST: Final[Answer[AddResult]] = itemgetter(0)
 
 
 class Addition(NamedTuple):
@@ -67,6 +94,12 @@ class _Evaluates(Protocol):
 
 class _AwaitsClose(Protocol):
     def aclose(self) -> Awaitable[None]: ...
+
+
+class _NamedTuple(Protocol):
+    """One event, although type checkers see a tuple."""
+
+    def _asdict(self) -> dict[str, Any]: ...
 
 
 #: A connection, session, client or pipeline whose calls return at once.
@@ -105,7 +138,7 @@ class Outbox:
         >>> connection = sqlite3.connect(":memory:")
         >>> SQLiteStore.create_tables(connection)
         >>> with connection:
-        ...     outbox.add(connection, {"order_id": 42}, topic="orders", key="42").added
+        ...     outbox.add(connection, {"order_id": 42}, topic="orders", key="42").is_new
         True
         >>> connection.close()
     """
@@ -152,26 +185,36 @@ class Outbox:
         self.opaque_dedupe_keys = opaque_dedupe_keys
         self.wake = wake
 
-    # A list is an object too: which of two overloads is meant is told by their order, which mypy takes for an accident.
+    # A list is an object too, and a named tuple a tuple: the first overload that fits is meant, which mypy takes for an
+    # accident. Async ones return a coroutine, because type checkers report a coroutine that is not awaited by default.
+    @overload
+    def add(
+        self, connection: AsyncConnection, event: _NamedTuple, /, **options: Unpack[Options]
+    ) -> Coroutine[Any, Any, AddResult]: ...
     @overload
     def add(  # type: ignore[overload-overlap]
         self, connection: AsyncConnection, event: list[Any] | tuple[Any, ...], /, **options: Unpack[Options]
-    ) -> Awaitable[list[Added]]: ...
+    ) -> Coroutine[Any, Any, list[AddResult]]: ...
     @overload
-    def add(self, connection: AsyncConnection, event: object, /, **options: Unpack[Options]) -> Awaitable[Added]: ...
+    def add(
+        self, connection: AsyncConnection, event: object, /, **options: Unpack[Options]
+    ) -> Coroutine[Any, Any, AddResult]: ...
+    @overload
+    def add(self, connection: SyncConnection, event: _NamedTuple, /, **options: Unpack[Options]) -> AddResult: ...
     @overload
     def add(  # type: ignore[overload-overlap]
         self, connection: SyncConnection, event: list[Any] | tuple[Any, ...], /, **options: Unpack[Options]
-    ) -> list[Added]: ...
+    ) -> list[AddResult]: ...
     @overload
-    def add(self, connection: SyncConnection, event: object, /, **options: Unpack[Options]) -> Added: ...
+    def add(self, connection: SyncConnection, event: object, /, **options: Unpack[Options]) -> AddResult: ...
     def add(self, connection: object, event: object, /, **options: Unpack[Options]) -> object:
         """Write one message, or a list of them, in the transaction that is open on ``connection``.
 
         A `Message` is written as it is, under this outbox's namespace. Any other event is encoded, and needs
-        ``topic=``; its ``type`` is its class name in dots, or the topic for a dict. With an async connection the
-        answer is to be awaited. Everything is checked before anything is written. What the database itself refuses
-        is raised by the library of the connection, so that what you do about its errors goes on to work.
+        ``topic=``; its ``type`` is its class name in dots, or the topic for a dict. A ``list`` or a plain ``tuple``
+        holds many events and returns a list; a named tuple is one event. With an async connection ``add`` returns a
+        coroutine: messages are checked by the call, and written when it is awaited. Errors of the database are raised
+        by the library of the connection, unchanged.
 
         Raises:
             MessageError: A message is not valid; the subclass says what.
@@ -181,16 +224,16 @@ class Outbox:
             InvalidNameError: The table or its schema cannot be called so.
             SchemaMissingError: The table is not there.
         """
-        many = isinstance(event, list | tuple)
-        events = cast("Sequence[object]", event) if many else (event,)
+        events: Sequence[object] = event if is_many(event) else (event,)
         additions = self._additions(events, options)
         if len(additions) > 1 and options.get("dedupe_key") is not None:
             raise InvalidMessageError("one dedupe_key cannot stand for several events; pass Message objects")
         outside = options.get("outside_transaction", False)
-        written = writer_of(connection).write(connection, additions, self, outside_transaction=outside)
-        if many:
-            return written
-        return written[0] if isinstance(written, list) else _first(written)
+        answer = _every if events is event else _FIRST
+        written: object = writer_of(connection).write(connection, additions, self, answer, outside_transaction=outside)
+        if isinstance(written, CoroutineType):
+            written.__qualname__ = _NAME
+        return written
 
     def transaction(self, pool: Any) -> AbstractAsyncContextManager[Any]:  # noqa: ANN401 -- whatever the pool hands out
         """Open a transaction on a pool or engine, and deliver at once after its commit.
@@ -298,5 +341,5 @@ def _opener() -> Callable[[Any, Callable[[], object] | None], AbstractAsyncConte
     return cast("Callable[[Any, Callable[[], object] | None], AbstractAsyncContextManager[Any]]", module.transaction)
 
 
-async def _first(written: Awaitable[list[Added]]) -> Added:
-    return (await written)[0]
+def _every(results: list[AddResult]) -> list[AddResult]:
+    return results

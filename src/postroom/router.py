@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias, TypeVar
 
 from .checks import check_methods, check_text
-from .codec import Codec, JSONCodec, encoded, type_name
+from .codec import Codec, JSONCodec, encoded, is_many, type_name
 from .deadline import UNTIMED, clock
 from .errors import (
     AlreadyStartedError,
@@ -30,7 +30,6 @@ H = TypeVar("H", bound=Handler)
 Matcher: TypeAlias = Callable[[Message], bool]
 
 NONE: Final[Sequence[Message]] = ()
-_MANY: Final = (list, tuple, Iterator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +211,4 @@ class Router:
 def each(returned: Any) -> Iterator[object]:  # noqa: ANN401 -- whatever a handler returns
     """Yield what a handler returned, be it one or many."""
     outputs: Iterable[object] = returned
-    # A named tuple is an event that happens to be a tuple.
-    is_many = isinstance(returned, _MANY) and not hasattr(outputs, "_fields")
-    return iter(outputs if is_many else (outputs,))
+    return iter(outputs if is_many(returned) or isinstance(returned, Iterator) else (outputs,))

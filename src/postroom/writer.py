@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from .errors import UnknownConnectionError
 from .message import Message
@@ -13,9 +13,11 @@ from .message import Message
 if TYPE_CHECKING:
     from .decisions import Question
     from .inbox import Inbox
-    from .outbox import Added, Addition, Outbox
+    from .outbox import Addition, Answer, Outbox
 
 __all__ = ["Writer", "writer_of"]
+
+R = TypeVar("R")
 
 #: How a library's connections are written through, by the package that their class comes from.
 _WRITERS: Final[Mapping[str, str]] = {
@@ -44,10 +46,11 @@ class Writer(Protocol):
         connection: Any,  # noqa: ANN401 -- each writer knows its own
         additions: Sequence[Addition],
         outbox: Outbox,
+        answer: Answer[R],
         *,
         outside_transaction: bool,
-    ) -> list[Added] | Awaitable[list[Added]]:
-        """Add messages to the outbox; never commit."""
+    ) -> R | Coroutine[Any, Any, R]:
+        """Add messages to the outbox; never commit. Return ``answer(results)``, which spares `add` a coroutine."""
         ...
 
     def admit(self, connection: Any, inbox: Inbox, message: Message) -> bool | Awaitable[bool]:  # noqa: ANN401

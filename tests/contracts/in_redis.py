@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Unpack
 from uuid import UUID, uuid4
 
-from postroom.outbox import Added, Options, Outbox
+from postroom.outbox import AddResult, Options, Outbox
 from postroom.stores.redis import RedisStore
 from postroom.stores.redis.addresses import connect
 from postroom.stores.redis.keys import Keys
@@ -104,15 +104,15 @@ class RedisHarness(StoreHarness):
         *events: object,
         namespace: str | None = None,
         **options: Unpack[Options],
-    ) -> list[Added]:
+    ) -> list[AddResult]:
         namespace = namespace or self.store.namespace
         self._know(namespace)
-        added: list[Added] = await Outbox(namespace=namespace, table=self._table).add(
+        added: list[AddResult] = await Outbox(namespace=namespace, table=self._table).add(
             transaction, list(events), **options
         )
         return added
 
-    async def add(self, *events: object, namespace: str | None = None, **options: Unpack[Options]) -> list[Added]:
+    async def add(self, *events: object, namespace: str | None = None, **options: Unpack[Options]) -> list[AddResult]:
         """Add with the client itself: a pipeline could not tell what was there."""
         return await self.write(self._client, *events, namespace=namespace, **options)
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Unpack
 from uuid import UUID, uuid4
 
-from postroom.outbox import Added, Options
+from postroom.outbox import AddResult, Options
 from postroom.stores.redis.addresses import connect
 from postroom.stores.redis.scripts import composed
 from postroom.stores.redis.stream import RedisStreamStore
@@ -143,10 +143,10 @@ class RedisStreamHarness(StoreHarness):
         *events: object,
         namespace: str | None = None,
         **options: Unpack[Options],
-    ) -> list[Added]:
+    ) -> list[AddResult]:
         namespace = namespace or self.store.namespace
         self._namespaces.setdefault(namespace, StreamKeys(self._table, namespace))
-        added: list[Added] = await StreamOutbox(namespace=namespace, table=self._table).add(
+        added: list[AddResult] = await StreamOutbox(namespace=namespace, table=self._table).add(
             transaction, list(events), **options
         )
         for one in added:

@@ -15,7 +15,7 @@ from uuid import UUID, uuid4
 import psycopg
 import pymysql
 
-from postroom import Added, Delivered, Outbox
+from postroom import AddResult, Delivered, Outbox
 from postroom.store import ClaimTerms, Settlement
 from postroom.stores import SQLStore, store_from_url
 
@@ -76,7 +76,7 @@ class Site:
 
     def seed(self, namespace: str, keys: Sequence[str | None]) -> list[UUID]:
         """Commit one message for each key, together with its business row."""
-        outbox, added = Outbox(namespace=namespace), list[Added]()
+        outbox, added = Outbox(namespace=namespace), list[AddResult]()
         with self.connection() as connection:
             for number, key in enumerate(keys):
                 added.append(outbox.add(connection, {"n": number}, topic="t", key=key))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,47 @@ CHECKERS = {
 }
 
 
-def check(checker: str, path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *CHECKERS[checker], str(path)]
-    return subprocess.run(command, cwd=FOLDER.parent.parent, capture_output=True, text=True, check=False, timeout=110)
+#: Without any setting of this project.
+DEFAULTS = {
+    "mypy": ["-m", "mypy", "--config-file=", "--no-incremental"],
+    "pyright": CHECKERS["pyright"],
+}
+FORGOTTEN = """
+from __future__ import annotations
+
+import aiosqlite
+import asyncpg
+import psycopg
+import redis.asyncio
+from asyncpg.pool import PoolConnectionProxy
+from redis.asyncio.client import Pipeline
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+
+from postroom import Outbox
+
+
+async def place(connection: {kind}, outbox: Outbox) -> None:
+    outbox.add(connection, {{"order_id": 42}}, topic="orders")
+    outbox.add(connection, [{{"order_id": 42}}], topic="orders")
+"""
+ASYNC_KINDS = (
+    "asyncpg.Connection",
+    "PoolConnectionProxy",
+    "psycopg.AsyncConnection",
+    "aiosqlite.Connection",
+    "AsyncConnection",
+    "AsyncSession",
+    "async_scoped_session[AsyncSession]",
+    "redis.asyncio.Redis",
+    "Pipeline",
+)
+
+
+def check(
+    checker: str, *paths: Path, flags: Mapping[str, list[str]] = CHECKERS, folder: Path = FOLDER.parent.parent
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags[checker], *map(str, paths)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=110)
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
@@ -38,7 +77,7 @@ def test_the_checkers_do_look_at_user_code(checker: str, tmp_path: Path) -> None
     text = (FOLDER / "user_code.py").read_text()
     wrong.write_text(
         text.replace(
-            "assert_type(outbox.add(session, message), Added)", "assert_type(outbox.add(session, message), int)"
+            "assert_type(outbox.add(session, message), AddResult)", "assert_type(outbox.add(session, message), int)"
         )
     )
 
@@ -46,4 +85,19 @@ def test_the_checkers_do_look_at_user_code(checker: str, tmp_path: Path) -> None
 
     assert done.returncode == 1
     assert done.stdout.count("error") >= 1
-    assert "Added" in done.stdout
+    assert "AddResult" in done.stdout
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_forgotten_await_is_reported_without_any_setting(checker: str, tmp_path: Path) -> None:
+    """S2-17: the order would be committed without its message."""
+    pytest.importorskip(checker)
+    paths = [tmp_path / f"forgotten_{number}.py" for number in range(len(ASYNC_KINDS))]
+    for path, kind in zip(paths, ASYNC_KINDS, strict=True):
+        path.write_text(FORGOTTEN.format(kind=kind))
+
+    done = check(checker, *paths, flags=DEFAULTS, folder=tmp_path)
+
+    rule = {"mypy": "unused-coroutine", "pyright": "reportUnusedCoroutine"}[checker]
+    lines = [line for line in done.stdout.splitlines() if rule in line]
+    assert {path.name: sum(path.name in line for line in lines) for path in paths} == {path.name: 2 for path in paths}

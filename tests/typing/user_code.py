@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import assert_type
+from typing import Any, NamedTuple, assert_type
 
 import aiosqlite
 import asyncpg
@@ -15,12 +15,13 @@ import psycopg
 import pymysql
 import redis.asyncio
 from asyncpg.pool import PoolConnectionProxy
+from redis.asyncio.client import Pipeline
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
 from postroom import (
-    Added,
+    AddResult,
     Consumer,
     Delivery,
     Local,
@@ -64,6 +65,12 @@ class StockReserved:
     order_id: int
 
 
+class PaymentTaken(NamedTuple):
+    """An event that is a tuple to type checkers."""
+
+    order_id: int
+
+
 @router.on("order.placed", match=Match(type="order.%", source="/shop/%"))
 async def reserve(order: OrderPlaced) -> list[StockReserved]:
     """Handle an event."""
@@ -85,57 +92,59 @@ async def with_asyncpg(
     connection: asyncpg.Connection[asyncpg.Record], pooled: PoolConnectionProxy[asyncpg.Record]
 ) -> None:
     """Add through asyncpg."""
-    assert_type(outbox.add(connection, {"a": 1}, topic="orders"), Awaitable[Added])
-    assert_type(await outbox.add(pooled, message), Added)
-    assert_type(await outbox.add(connection, [message, message]), list[Added])
-    assert_type(outbox.add(pooled, (message,)), Awaitable[list[Added]])
+    assert_type(outbox.add(connection, {"a": 1}, topic="orders"), Coroutine[Any, Any, AddResult]).close()
+    assert_type(await outbox.add(pooled, message), AddResult)
+    assert_type(await outbox.add(connection, [message, message]), list[AddResult])
+    assert_type(outbox.add(pooled, (message,)), Coroutine[Any, Any, list[AddResult]]).close()
+    assert_type(await outbox.add(connection, PaymentTaken(1), topic="payments"), AddResult)
 
 
 def with_psycopg(connection: psycopg.Connection) -> None:
     """Add through psycopg."""
-    assert_type(outbox.add(connection, {"a": 1}, topic="orders"), Added)
-    assert_type(outbox.add(connection, [message]), list[Added])
+    assert_type(outbox.add(connection, {"a": 1}, topic="orders"), AddResult)
+    assert_type(outbox.add(connection, [message]), list[AddResult])
 
 
 async def with_async_psycopg(connection: psycopg.AsyncConnection) -> None:
     """Add through psycopg's async half."""
-    assert_type(outbox.add(connection, {"a": 1}, topic="orders"), Awaitable[Added])
-    assert_type(await outbox.add(connection, [message]), list[Added])
+    assert_type(outbox.add(connection, {"a": 1}, topic="orders"), Coroutine[Any, Any, AddResult]).close()
+    assert_type(await outbox.add(connection, [message]), list[AddResult])
 
 
 def with_sqlite(connection: sqlite3.Connection) -> None:
     """Add through the standard library."""
-    assert_type(outbox.add(connection, message), Added)
-    assert_type(outbox.add(connection, [message]), list[Added])
+    assert_type(outbox.add(connection, message), AddResult)
+    assert_type(outbox.add(connection, PaymentTaken(1), topic="payments"), AddResult)
+    assert_type(outbox.add(connection, [message]), list[AddResult])
 
 
 async def with_aiosqlite(connection: aiosqlite.Connection) -> None:
     """Add through aiosqlite."""
-    assert_type(outbox.add(connection, message), Awaitable[Added])
-    assert_type(await outbox.add(connection, [message]), list[Added])
+    assert_type(outbox.add(connection, message), Coroutine[Any, Any, AddResult]).close()
+    assert_type(await outbox.add(connection, [message]), list[AddResult])
 
 
 def with_pymysql(connection: pymysql.Connection[pymysql.cursors.Cursor]) -> None:
     """Add through PyMySQL."""
-    assert_type(outbox.add(connection, message), Added)
+    assert_type(outbox.add(connection, message), AddResult)
 
 
 def with_sqlalchemy(connection: Connection, session: Session, scoped: scoped_session[Session]) -> None:
     """Add through SQLAlchemy."""
-    assert_type(outbox.add(connection, message), Added)
-    assert_type(outbox.add(session, message), Added)
-    assert_type(outbox.add(scoped, message), Added)
-    assert_type(outbox.add(session, [message]), list[Added])
+    assert_type(outbox.add(connection, message), AddResult)
+    assert_type(outbox.add(session, message), AddResult)
+    assert_type(outbox.add(scoped, message), AddResult)
+    assert_type(outbox.add(session, [message]), list[AddResult])
 
 
 async def with_async_sqlalchemy(
     connection: AsyncConnection, session: AsyncSession, scoped: async_scoped_session[AsyncSession]
 ) -> None:
     """Add through SQLAlchemy's async half."""
-    assert_type(outbox.add(connection, message), Awaitable[Added])
-    assert_type(await outbox.add(session, message), Added)
-    assert_type(await outbox.add(scoped, message), Added)
-    assert_type(await outbox.add(session, [message]), list[Added])
+    assert_type(outbox.add(connection, message), Coroutine[Any, Any, AddResult]).close()
+    assert_type(await outbox.add(session, message), AddResult)
+    assert_type(await outbox.add(scoped, message), AddResult)
+    assert_type(await outbox.add(session, [message]), list[AddResult])
 
 
 async def with_tickets(
@@ -251,4 +260,30 @@ async def with_mistakes(
     outbox.add(object(), {"a": 1}, topic="orders")  # type: ignore[call-overload]
     await outbox.add(pool, {"a": 1}, topic="orders")  # type: ignore[call-overload]
     await outbox.add(connection, {"a": 1}, topic="orders")  # type: ignore[misc]
-    print((await outbox.add(asynchronous, message)).addd)  # type: ignore[attr-defined]  # noqa: T201
+    print((await outbox.add(asynchronous, message)).is_knew)  # type: ignore[attr-defined]  # noqa: T201
+
+
+async def with_a_forgotten_await(  # noqa: PLR0913, PLR0917 -- one for each kind of connection whose calls are awaited
+    raw: asyncpg.Connection[asyncpg.Record],
+    pooled: PoolConnectionProxy[asyncpg.Record],
+    psycopg_connection: psycopg.AsyncConnection,
+    sqlite_connection: aiosqlite.Connection,
+    sqlalchemy_connection: AsyncConnection,
+    session: AsyncSession,
+    scoped: async_scoped_session[AsyncSession],
+    client: redis.asyncio.Redis,
+    pipeline: Pipeline,
+) -> None:
+    """Be told of an `add` that is never awaited, and so never written, by what both checkers report by default."""
+    outbox.add(raw, message)  # type: ignore[unused-coroutine]
+    outbox.add(raw, [message])  # type: ignore[unused-coroutine]
+    outbox.add(pooled, message)  # type: ignore[unused-coroutine]
+    outbox.add(psycopg_connection, message)  # type: ignore[unused-coroutine]
+    outbox.add(sqlite_connection, message)  # type: ignore[unused-coroutine]
+    outbox.add(sqlalchemy_connection, message)  # type: ignore[unused-coroutine]
+    outbox.add(session, {"a": 1}, topic="orders")  # type: ignore[unused-coroutine]
+    outbox.add(session, PaymentTaken(1), topic="payments")  # type: ignore[unused-coroutine]
+    outbox.add(scoped, message)  # type: ignore[unused-coroutine]
+    outbox.add(client, message)  # type: ignore[unused-coroutine]
+    outbox.add(pipeline, [message])  # type: ignore[unused-coroutine]
+    decisions.schedule(raw, "t", datetime.now(UTC))  # type: ignore[unused-coroutine]

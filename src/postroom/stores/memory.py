@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import chain, takewhile
-from typing import Final
+from typing import Final, TypeVar
 
 from ..checks import check_duration, check_function
 from ..decisions import Question
 from ..errors import ConfigurationError, InvalidNameError, NotInTransactionError
 from ..inbox import Inbox
 from ..message import DEFAULT_NAMESPACE, Message, claimed, is_namespace
-from ..outbox import Added, Addition, Outbox
+from ..outbox import Addition, AddResult, Answer, Outbox
 from ..store import (
     PARKED_FOR,
     Claim,
@@ -32,6 +32,8 @@ from ..writer import Writer
 from .memory_table import MemoryRow, MemoryTable
 
 __all__ = ["MemoryRow", "MemoryStore", "MemoryTransaction", "writer_for"]
+
+T = TypeVar("T")
 
 #: How often suspects are asked for first, so that a constant load cannot starve them.
 SUSPECTS_EVERY: Final = 16
@@ -217,14 +219,14 @@ class MemoryStore:
     def _mine(self) -> list[MemoryRow]:
         return [row for row in self.rows if row.message.namespace == self.namespace]
 
-    def add(self, addition: Addition) -> Added:
+    def add(self, addition: Addition) -> AddResult:
         """Store one message, unless its id or its dedupe key is there; for transactions, which decide when."""
         message, now = addition.message, self._clock()
         there = self.rows.same(message)
         if there is not None:
-            return Added(there, added=False)
+            return AddResult(there, is_new=False)
         self.rows.append(MemoryRow(replace(message, time=now), addition.due_at or now + addition.delay, now))
-        return Added(message.id, added=True)
+        return AddResult(message.id, is_new=True)
 
 
 def _standing(line: Iterable[MemoryRow], terms: ClaimTerms) -> Iterator[MemoryRow]:
@@ -267,15 +269,21 @@ class MemoryTransaction:
         self.is_open = False
 
     def write(
-        self, connection: MemoryTransaction, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
-    ) -> list[Added]:
+        self,
+        connection: MemoryTransaction,
+        additions: Sequence[Addition],
+        outbox: Outbox,
+        answer: Answer[T],
+        *,
+        outside_transaction: bool,
+    ) -> T:
         """Note messages down for the commit; outside of a transaction they are stored at once."""
         if not self.is_open and not outside_transaction:
             raise NotInTransactionError("use `with store.transaction() as transaction:`")
-        trial, added = MemoryTable(), list[Added]()
+        trial, added = MemoryTable(), list[AddResult]()
         for addition in [*self.waiting, *additions]:
             there = self.store.rows.same(addition.message) or trial.same(addition.message)
-            added.append(Added(there or addition.message.id, added=there is None))
+            added.append(AddResult(there or addition.message.id, is_new=there is None))
             if there is None:
                 trial.append(MemoryRow(addition.message, _SOME_TIME, _SOME_TIME))
         noted = self if self.is_open else MemoryTransaction(self.store)
@@ -283,7 +291,7 @@ class MemoryTransaction:
         noted.wakes += [outbox.wake] if outbox.wake is not None and outbox.wake not in noted.wakes else []
         if noted is not self:
             noted.commit()
-        return added[len(added) - len(additions) :]
+        return answer(added[len(added) - len(additions) :])
 
     def admit(self, connection: MemoryTransaction, inbox: Inbox, message: Message) -> bool:
         """Refuse: nothing that a handler does would be undone together with a mark in memory."""

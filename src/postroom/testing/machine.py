@@ -155,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
         messages = [_message(**spec) for spec in specs]
         added = self.loop.run_until_complete(self.harness.add(*messages, delay=delay * MINUTE))
         assert added == [self.model.add(message, delay) for message in messages]
-        self.seen["duplicate"] += sum(not one.added for one in added)
+        self.seen["duplicate"] += sum(not one.is_new for one in added)
 
     @rule(specs=_messages())
     def add_and_roll_back(self, specs: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from uuid import UUID
 
 from ..message import Message
-from ..outbox import Added
+from ..outbox import AddResult
 from ..store import PARKED_FOR, Claim, ClaimTerms, Dead, Delivered, Outcome, Release, Retry
 from .contracts.harness import StoredRow
 
@@ -62,14 +62,14 @@ class Model:
         """Return a message that is stored."""
         return next((row for row in self.rows if row.message.id == identity), None)
 
-    def add(self, message: Message, delay: int) -> Added:
+    def add(self, message: Message, delay: int) -> AddResult:
         """Add a message unless its dedupe key is taken."""
         if message.dedupe_key is not None:
             for row in self.rows:
                 if (row.message.topic, row.message.dedupe_key) == (message.topic, message.dedupe_key):
-                    return Added(row.message.id, added=False)
+                    return AddResult(row.message.id, is_new=False)
         self.rows.append(ModelRow(message, self.now + delay, self.now))
-        return Added(message.id, added=True)
+        return AddResult(message.id, is_new=True)
 
     # -- claim -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ..dead_letters import DeadLetters
 from ..delivery import Delivery
 from ..message import Message
 from ..middleware import Next
-from ..outbox import Added, AsyncConnection, Options, Outbox
+from ..outbox import AddResult, AsyncConnection, Options, Outbox
 from ..store import Claim, ClaimTerms, Delivered, Features, Outcome, Release, Settlement, Stats, Store
 from ..stores.sql.driver import Driver
 from ..stores.sql.statement import Result, Script, Statement
@@ -53,7 +53,7 @@ class TappedOutbox:
         self._outbox = outbox
         self._points = points
 
-    async def add(self, connection: AsyncConnection, event: object, /, **options: Unpack[Options]) -> Added:
+    async def add(self, connection: AsyncConnection, event: object, /, **options: Unpack[Options]) -> AddResult:
         await self._points.hit("add.before")
         added = await self._outbox.add(connection, event, **options)
         await self._points.hit("add.after")

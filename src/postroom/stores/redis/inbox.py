@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from ...checks import check_duration, check_function
@@ -20,7 +20,7 @@ from ...errors import (
 )
 from ...inbox import Inbox, Mode
 from ...message import Message
-from ...outbox import Added, Addition, Outbox
+from ...outbox import Addition, Answer, Outbox
 from ...writer import Writer
 from .decisions import NO_PIPELINE
 from .keys import Keys
@@ -31,6 +31,8 @@ from .scripts import alone
 from .writer import AsyncRedisWriter
 
 __all__ = ["RecorderWriter", "RedisInbox", "RedisMode", "writer_for"]
+
+T = TypeVar("T")
 
 #: The modes of every inbox, and the one of SETNX alone, after which a crash loses the message.
 RedisMode: TypeAlias = Mode | Literal["setnx_may_lose_messages"]
@@ -126,10 +128,18 @@ class RecorderWriter:
         self._queueing = AsyncRedisWriter()
 
     async def write(
-        self, connection: Recorder, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
-    ) -> list[Added]:
+        self,
+        connection: Recorder,
+        additions: Sequence[Addition],
+        outbox: Outbox,
+        answer: Answer[T],
+        *,
+        outside_transaction: bool,
+    ) -> T:
         """Have messages stored by the commit."""
-        added = await self._queueing.write(connection, additions, outbox, outside_transaction=outside_transaction)
+        added = await self._queueing.write(
+            connection, additions, outbox, answer, outside_transaction=outside_transaction
+        )
         if outbox.wake is not None:
             connection.after_commit.append(outbox.wake)
         return added

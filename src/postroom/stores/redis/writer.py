@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
 from ...decisions import Question
 from ...errors import ConfigurationError
 from ...inbox import Inbox
 from ...message import Message
-from ...outbox import Added, Addition, Outbox
+from ...outbox import Addition, AddResult, Answer, Outbox
 from ...writer import Writer
 from .decisions import ask, ask_async, asking
 from .keys import Keys, dedupe_field, lane
@@ -23,6 +23,8 @@ from .scripts import script
 from .stream_outbox import StreamOutbox
 
 __all__ = ["AT_ONCE", "AsyncRedisWriter", "RedisWriter", "arguments_of", "writer_for"]
+
+T = TypeVar("T")
 
 # Clients of the library have no type that could be named without importing it.
 Foreign = Any
@@ -70,16 +72,16 @@ def _keys(table: str, namespace: str) -> Keys:
     return Keys(table, namespace)
 
 
-def _added(additions: Sequence[Addition], answers: Sequence[bytes | str]) -> list[Added]:
-    texts = [answer if isinstance(answer, str) else answer.decode() for answer in answers]
+def _added(additions: Sequence[Addition], replies: Sequence[bytes | str]) -> list[AddResult]:
+    texts = [answer if isinstance(answer, str) else answer.decode() for answer in replies]
     return [
-        Added(addition.message.id, added=True) if text == "1" else Added(UUID(text), added=False)
+        AddResult(addition.message.id, is_new=True) if text == "1" else AddResult(UUID(text), is_new=False)
         for addition, text in zip(additions, texts, strict=True)
     ]
 
 
 def _is_queueing(connection: Foreign) -> bool:
-    """Tell whether a connection is a pipeline, which answers later; refuse one that would not."""
+    """Tell whether a connection is a pipeline, which replies later; refuse one that would not."""
     refuse_unless_it_queues(connection, "add()")
     return any(base.__name__ in {"Pipeline", "ClusterPipeline", "Recorder"} for base in type(connection).__mro__)
 
@@ -104,27 +106,33 @@ class RedisWriter(_NoInbox):
     """A client or pipeline whose calls return at once."""
 
     def write(
-        self, connection: Foreign, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
-    ) -> list[Added]:
+        self,
+        connection: Foreign,
+        additions: Sequence[Addition],
+        outbox: Outbox,
+        answer: Answer[T],
+        *,
+        outside_transaction: bool,
+    ) -> T:
         """Store messages with one script; in a pipeline, when it is executed."""
         if isinstance(outbox, StreamOutbox):
-            return self._append(connection, additions, outbox)
-        answers: list[bytes | str] = []
+            return answer(self._append(connection, additions, outbox))
+        replies: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         for call in _calls(additions, outbox):
-            answer = connection.execute_command("EVAL", *call)
-            answers += [] if is_queueing else answer
+            reply = connection.execute_command("EVAL", *call)
+            replies += [] if is_queueing else reply
         if is_queueing:
-            return _hoped(additions)
+            return answer(_hoped(additions))
         _wake(outbox, additions)
-        return _added(additions, answers)
+        return answer(_added(additions, replies))
 
     def ask(self, connection: Foreign, outbox: Outbox, question: Question) -> object:
         """Answer a question about tickets with one script."""
         return ask(connection, outbox, asking(question, outbox, _words))
 
     @staticmethod
-    def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[Added]:
+    def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[AddResult]:
         """Append messages to a stream, all or none of them."""
         commands = outbox.commands(additions)
         queue = connection if _is_queueing(connection) else connection.pipeline(transaction=True)
@@ -140,31 +148,37 @@ class AsyncRedisWriter(_NoInbox):
     """A client or pipeline whose calls are awaited."""
 
     async def write(
-        self, connection: Foreign, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
-    ) -> list[Added]:
+        self,
+        connection: Foreign,
+        additions: Sequence[Addition],
+        outbox: Outbox,
+        answer: Answer[T],
+        *,
+        outside_transaction: bool,
+    ) -> T:
         """Store messages with one script; in a pipeline, when it is executed."""
         if isinstance(outbox, StreamOutbox):
-            return await self._append(connection, additions, outbox)
-        answers: list[bytes | str] = []
+            return answer(await self._append(connection, additions, outbox))
+        replies: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         await _find(connection)
         for call in _calls(additions, outbox):
-            answer = connection.execute_command("EVAL", *call)
+            reply = connection.execute_command("EVAL", *call)
             if not is_queueing:
-                answers += await answer
-            elif asyncio.iscoroutine(answer):
-                await answer
+                replies += await reply
+            elif asyncio.iscoroutine(reply):
+                await reply
         if is_queueing:
-            return _hoped(additions)
+            return answer(_hoped(additions))
         _wake(outbox, additions)
-        return _added(additions, answers)
+        return answer(_added(additions, replies))
 
     async def ask(self, connection: Foreign, outbox: Outbox, question: Question) -> object:
         """Answer a question about tickets with one script."""
         return await ask_async(connection, outbox, asking(question, outbox, _words))
 
     @staticmethod
-    async def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[Added]:
+    async def _append(connection: Foreign, additions: Sequence[Addition], outbox: StreamOutbox) -> list[AddResult]:
         """Append messages to a stream, all or none of them."""
         commands = outbox.commands(additions)
         is_queueing = _is_queueing(connection)
@@ -189,9 +203,9 @@ async def _find(connection: Foreign) -> None:
         await connection.initialize()
 
 
-def _hoped(additions: Sequence[Addition]) -> list[Added]:
+def _hoped(additions: Sequence[Addition]) -> list[AddResult]:
     """Say of messages that a pipeline holds that they are new: what is there will be known when it is executed."""
-    return [Added(addition.message.id, added=True) for addition in additions]
+    return [AddResult(addition.message.id, is_new=True) for addition in additions]
 
 
 def _wake(outbox: Outbox, additions: Sequence[Addition]) -> None:

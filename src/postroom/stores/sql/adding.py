@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 from uuid import UUID
 
-from ...outbox import Added, Addition
+from ...outbox import Addition, AddResult
 from .statement import Script, Statement
 from .wording import Wording, letters
 
@@ -17,17 +17,17 @@ __all__ = ["Adding"]
 class Adding(Wording):
     """The statements of the outbox's side."""
 
-    def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
+    def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[AddResult]]:
         """Insert messages in the caller's transaction; tell of each whether it is new."""
         if strict_order:
             yield from self.lock_keys(additions)
         result = yield self._insert(additions)
         return (yield from self._outcome(additions, {self.to_uuid(row[0]) for row in result.rows}))
 
-    def _outcome(self, additions: Sequence[Addition], added: set[UUID]) -> Script[list[Added]]:
+    def _outcome(self, additions: Sequence[Addition], added: set[UUID]) -> Script[list[AddResult]]:
         """Look up which messages stand in the way of those that were not added."""
         if len(added) == len(additions):
-            return [Added(addition.message.id, added=True) for addition in additions]
+            return [AddResult(addition.message.id, is_new=True) for addition in additions]
         missed = [a.message for a in additions if a.message.id not in added and a.message.dedupe_key is not None]
         existing: dict[tuple[str, str], UUID] = {}
         if missed:
@@ -40,13 +40,13 @@ class Adding(Wording):
             existing = {(row[1], row[2]): self.to_uuid(row[0]) for row in found.rows}
         return [self._added(addition, added, existing) for addition in additions]
 
-    def _added(self, addition: Addition, added: set[UUID], existing: Mapping[tuple[str, str], UUID]) -> Added:
+    def _added(self, addition: Addition, added: set[UUID], existing: Mapping[tuple[str, str], UUID]) -> AddResult:
         message = addition.message
         if message.id in added:
-            return Added(message.id, added=True)
+            return AddResult(message.id, is_new=True)
         if message.dedupe_key is None:
-            return Added(message.id, added=False)
-        return Added(existing.get((message.topic, message.dedupe_key)), added=False)
+            return AddResult(message.id, is_new=False)
+        return AddResult(existing.get((message.topic, message.dedupe_key)), is_new=False)
 
     _existing: ClassVar[str] = (
         "SELECT id, topic, dedupe_key FROM {outbox} "

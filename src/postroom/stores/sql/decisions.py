@@ -142,7 +142,7 @@ class Deciding(Adding):
         [added] = yield from self.add([question.addition], strict_order=strict_order)
         yield from self._end(namespace, question.ticket, ending)
         identity = added.id or question.addition.message.id
-        return Enqueued(identity) if added.added else Duplicate(identity)
+        return Enqueued(identity) if added.is_new else Duplicate(identity)
 
     def _end(self, namespace: str, ticket: str, ending: Ending) -> Script[None]:
         yield self.sql(self._ended, **self._ticket(namespace, ticket), status=ending)

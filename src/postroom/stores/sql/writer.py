@@ -12,7 +12,7 @@ from ...decisions import Enqueued, FindDue, Question
 from ...errors import SchemaMissingError, StorePermissionError, TransactionAbortedError, UnsupportedDatabaseError
 from ...inbox import Inbox
 from ...message import Message
-from ...outbox import Added, Addition, Outbox
+from ...outbox import Addition, AddResult, Answer, Outbox
 from ...text import without_rows
 from .decisions import answering
 from .dialect import Dialect
@@ -68,8 +68,8 @@ def inbox_dialect(name: str, inbox: Inbox) -> Dialect:
     return _dialect(name, False, inbox.table, inbox.schema)  # noqa: FBT003
 
 
-def _adding(additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool) -> Task[list[Added]]:
-    script = partial(_script, additions, strict_order=outbox.strict_order)
+def _adding(additions: Sequence[Addition], outbox: Outbox, answer: Answer[T], *, outside_transaction: bool) -> Task[T]:
+    script = partial(_script, additions, answer=answer, strict_order=outbox.strict_order)
     return Task("outbox", outbox.table, outbox.schema, script, outside_transaction)
 
 
@@ -106,16 +106,16 @@ def _asking(outbox: Outbox, question: Question) -> Task[Any]:
     return Task("tickets", outbox.table, outbox.schema, script, isinstance(question, FindDue))
 
 
-def _script(additions: Sequence[Addition], dialect: Dialect, *, strict_order: bool) -> Script[list[Added]]:
+def _script(additions: Sequence[Addition], dialect: Dialect, *, answer: Answer[T], strict_order: bool) -> Script[T]:
     if len(additions) == 1:
-        return (yield from dialect.add(additions, strict_order=strict_order))
+        return answer((yield from dialect.add(additions, strict_order=strict_order)))
     if strict_order:
         # All at once: chunks that lock in turns could wait for the chunks of another add, and it for them.
         yield from dialect.lock_keys(additions)
-    added: list[Added] = []
+    added: list[AddResult] = []
     for chunk in _chunks(additions):
         added += yield from dialect.add(chunk, strict_order=False)
-    return _first_of_each(added) if any(addition.given for addition in additions) else added
+    return answer(_first_of_each(added) if any(addition.given for addition in additions) else added)
 
 
 def _chunks(additions: Sequence[Addition]) -> Iterator[Sequence[Addition]]:
@@ -131,13 +131,13 @@ def _chunks(additions: Sequence[Addition]) -> Iterator[Sequence[Addition]]:
         yield chunk
 
 
-def _first_of_each(added: list[Added]) -> list[Added]:
+def _first_of_each(added: list[AddResult]) -> list[AddResult]:
     """Say of a message that is listed twice that it was added once."""
     seen: set[UUID] = set()
     for place, item in enumerate(added):
-        if item.added and item.id is not None:
+        if item.is_new and item.id is not None:
             if item.id in seen:
-                added[place] = Added(item.id, added=False)
+                added[place] = AddResult(item.id, is_new=False)
             seen.add(item.id)
     return added
 
@@ -208,10 +208,16 @@ class SyncWriter:
     dialect: ClassVar[str]
 
     def write(
-        self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
-    ) -> list[Added]:
+        self,
+        connection: Connection,
+        additions: Sequence[Addition],
+        outbox: Outbox,
+        answer: Answer[T],
+        *,
+        outside_transaction: bool,
+    ) -> T:
         """Add messages, and arrange for the wake-up after the commit where the library can."""
-        added = self.perform(connection, _adding(additions, outbox, outside_transaction=outside_transaction))
+        added = self.perform(connection, _adding(additions, outbox, answer, outside_transaction=outside_transaction))
         if outbox.wake is not None and additions:
             self.after_commit(connection, outbox.wake)
         return added
@@ -285,10 +291,16 @@ class AsyncWriter:
 
     # Not async, but returning what is to be awaited: every layer costs, for every message.
     def write(
-        self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
-    ) -> Coroutine[Any, Any, list[Added]]:
+        self,
+        connection: Connection,
+        additions: Sequence[Addition],
+        outbox: Outbox,
+        answer: Answer[T],
+        *,
+        outside_transaction: bool,
+    ) -> Coroutine[Any, Any, T]:
         """Add messages."""
-        return self.perform(connection, _adding(additions, outbox, outside_transaction=outside_transaction))
+        return self.perform(connection, _adding(additions, outbox, answer, outside_transaction=outside_transaction))
 
     def admit(self, connection: Connection, inbox: Inbox, message: Message) -> Coroutine[Any, Any, bool]:
         """Mark a message as handled; tell whether it was not before."""

@@ -35,7 +35,7 @@ class AddingContract:
 
         [row] = await harness.rows()
 
-        assert added.added
+        assert added.is_new
         assert row.id == added.id
         assert (row.status, row.attempts, row.token) == ("pending", 0, 0)
         assert (row.worker, row.lease_left, row.last_error) == (None, None, None)
@@ -97,7 +97,7 @@ class AddingContract:
         """S2-31: arrival order is the order of the call."""
         added = await harness.add(*[numbered(n) for n in range(1, 31)])
 
-        assert [one.added for one in added] == [True] * 30
+        assert [one.is_new for one in added] == [True] * 30
         assert [row.id for row in await harness.rows()] == [one.id for one in added]
 
     async def test_a_delayed_message_is_claimed_only_when_it_is_due(self, harness: StoreHarness) -> None:
@@ -132,7 +132,7 @@ class AddingContract:
 
         [again] = await harness.add(message)
 
-        assert (again.added, again.id) == (False, message.id)
+        assert (again.is_new, again.id) == (False, message.id)
         assert len(await harness.rows()) == 1
 
     async def test_a_duplicate_is_told_and_named_and_not_stored(self, harness: StoreHarness) -> None:
@@ -142,7 +142,7 @@ class AddingContract:
 
         [second] = await harness.add(numbered(2, dedupe_key="order-1"))
 
-        assert (second.added, second.id) == (False, first.id)
+        assert (second.is_new, second.id) == (False, first.id)
         assert [row.id for row in await harness.rows()] == [first.id]
 
     async def test_of_duplicates_in_one_call_the_first_is_added(self, harness: StoreHarness) -> None:
@@ -152,7 +152,7 @@ class AddingContract:
 
         added = await harness.add(one, two, three)
 
-        assert [(result.id, result.added) for result in added] == [(one.id, True), (one.id, False), (three.id, True)]
+        assert [(result.id, result.is_new) for result in added] == [(one.id, True), (one.id, False), (three.id, True)]
         assert numbers(await harness.store.claim(10, TERMS)) == [1, 3]
 
     async def test_a_dedupe_key_counts_within_its_namespace_and_topic(self, harness: StoreHarness) -> None:
@@ -161,7 +161,7 @@ class AddingContract:
         [topic] = await harness.add(numbered(2, dedupe_key="x", topic="invoices"))
         [namespace] = await harness.add(numbered(3, dedupe_key="x"), namespace="elsewhere")
 
-        assert [first.added, topic.added, namespace.added] == [True, True, True]
+        assert [first.is_new, topic.is_new, namespace.is_new] == [True, True, True]
         assert len(await harness.rows()) == 3
 
     async def test_tenants_cannot_get_into_the_way_of_each_other(self, harness: StoreHarness) -> None:
@@ -169,7 +169,7 @@ class AddingContract:
         [red] = await harness.add(numbered(1, tenant_id=RED, dedupe_key=f"{RED.hex}/order-1"))
         [blue] = await harness.add(numbered(2, tenant_id=BLUE, dedupe_key=f"{BLUE.hex}/order-1"))
 
-        assert [red.added, blue.added] == [True, True]
+        assert [red.is_new, blue.is_new] == [True, True]
 
     async def test_a_dedupe_key_of_another_tenant_is_refused_and_nothing_is_stored(self, harness: StoreHarness) -> None:
         """S2-15: neither that message nor the one before it in the call."""
@@ -184,7 +184,7 @@ class AddingContract:
 
         [added] = await harness.add(numbered(2, dedupe_key="x"))
 
-        assert added.added
+        assert added.is_new
         assert numbers(await harness.store.claim(10, TERMS)) == [2]
 
     async def test_a_delivered_message_keeps_its_dedupe_key_until_it_is_purged(self, harness: StoreHarness) -> None:
@@ -198,7 +198,7 @@ class AddingContract:
         await harness.store.purge(older_than=timedelta(0))
         [after] = await harness.add(numbered(3, dedupe_key="x"))
 
-        assert [before.added, after.added] == [False, True]
+        assert [before.is_new, after.is_new] == [False, True]
 
     async def test_of_many_that_race_with_one_dedupe_key_one_is_added(self, harness: StoreHarness) -> None:
         """S2-23, S2-48, G10: the losers learn the id of the winner."""
@@ -207,6 +207,6 @@ class AddingContract:
 
         added = [one for [one] in results]
         [winner] = await harness.rows()
-        assert sorted(one.added for one in added) == [False] * 7 + [True]
+        assert sorted(one.is_new for one in added) == [False] * 7 + [True]
         assert {one.id for one in added} == {winner.id}
         assert states([winner]) == [("pending", 0, 0)]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Unpack, cast
 from uuid import UUID, uuid4
 
 from ...message import Message
-from ...outbox import Added, Options, Outbox
+from ...outbox import AddResult, Options, Outbox
 from ...store import Claim, ClaimTerms, Store
 
 __all__ = ["MINUTE", "SECOND", "TERMS", "StoreHarness", "StoredRow", "numbered", "numbers", "states", "terms"]
@@ -83,21 +83,21 @@ class StoreHarness(ABC):
         *events: object,
         namespace: str | None = None,
         **options: Unpack[Options],
-    ) -> list[Added]:
+    ) -> list[AddResult]:
         """Add messages in a transaction that is open."""
         outbox = Outbox(namespace=namespace or self.store.namespace)
         # Which of the two it is depends on the connection, of which nothing is known here.
-        written = cast("list[Added] | Awaitable[list[Added]]", outbox.add(transaction, list(events), **options))
+        written = cast("list[AddResult] | Awaitable[list[AddResult]]", outbox.add(transaction, list(events), **options))
         return await written if isinstance(written, Awaitable) else written
 
-    async def add(self, *events: object, namespace: str | None = None, **options: Unpack[Options]) -> list[Added]:
+    async def add(self, *events: object, namespace: str | None = None, **options: Unpack[Options]) -> list[AddResult]:
         """Add messages in a transaction that commits."""
         async with self.transaction() as transaction:
             return await self.write(transaction, *events, namespace=namespace, **options)
 
-    async def add_and_roll_back(self, *events: object, **options: Unpack[Options]) -> list[Added]:
+    async def add_and_roll_back(self, *events: object, **options: Unpack[Options]) -> list[AddResult]:
         """Add messages in a transaction that does not commit."""
-        added: list[Added] = []
+        added: list[AddResult] = []
         with suppress(_RolledBack):
             async with self.transaction() as transaction:
                 added = await self.write(transaction, *events, **options)

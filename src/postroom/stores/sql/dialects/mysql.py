@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 from uuid import UUID
 
-from ....outbox import Added, Addition
+from ....outbox import Addition, AddResult
 from ....store import PARKED_FOR, Claim, ClaimTerms, Retry
 from ..dialect import Dialect, Server
 from ..statement import Row, Script, Statement
@@ -73,7 +73,7 @@ class MySQL(Dialect):
 
     # -- add ---------------------------------------------------------------------------------------------------
 
-    def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
+    def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[AddResult]]:
         if strict_order:
             yield from self.lock_keys(additions)
         there = yield from self._ids_there([a.message.id for a in additions if a.given])

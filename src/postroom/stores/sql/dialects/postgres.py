@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from ....message import Message
-from ....outbox import Added, Addition
+from ....outbox import Addition, AddResult
 from ....store import PARKED_FOR, Claim, ClaimTerms, Release, Retry, Settlement, destination_name
 from ..claiming import NO_BOUND, RUN, WINDOW, Walk, in_order
 from ..dialect import Dialect, Server
@@ -80,7 +80,7 @@ class PostgreSQL(Bounded):
 
     # -- add ---------------------------------------------------------------------------------------------------
 
-    def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[Added]]:
+    def add(self, additions: Sequence[Addition], *, strict_order: bool) -> Script[list[AddResult]]:
         alike = len(additions) > 1 and all(_is_alike(addition, additions[0]) for addition in additions)
         if len(additions) > 1 and not alike:
             return (yield from super().add(additions, strict_order=strict_order))
@@ -89,13 +89,13 @@ class PostgreSQL(Bounded):
         # Here a producer without the right to read can add, since no row is asked for.
         if alike:
             yield self._insert_new(additions)
-            return [Added(addition.message.id, added=True) for addition in additions]
+            return [AddResult(addition.message.id, is_new=True) for addition in additions]
         if _is_plain(additions[0]):
             yield self._insert_plain(additions[0].message)
-            return [Added(additions[0].message.id, added=True)]
+            return [AddResult(additions[0].message.id, is_new=True)]
         inserted = yield self.sql(self._insert_one, **self._values(additions[0]))
         if inserted.count:
-            return [Added(additions[0].message.id, added=True)]
+            return [AddResult(additions[0].message.id, is_new=True)]
         return (yield from self._outcome(additions, set()))
 
     def _insert_plain(self, message: Message) -> Statement:

@@ -9,7 +9,7 @@ from ....decisions import Question
 from ....errors import NotInTransactionError
 from ....inbox import Inbox
 from ....message import Message
-from ....outbox import Added, Addition, Outbox
+from ....outbox import Addition, Answer, Outbox
 from ..statement import ParamStyle, Result, Statement
 from ..transaction import hint, hint_after_commit
 from ..writer import Connection, SyncWriter, Task, to_its_end
@@ -96,15 +96,21 @@ class SQLAlchemyAsync:
     def __init__(self, writer: SyncWriter) -> None:
         self.writer = writer
 
-    async def write(
-        self, connection: Connection, additions: Sequence[Addition], outbox: Outbox, *, outside_transaction: bool
-    ) -> list[Added]:
+    def write(
+        self,
+        connection: Connection,
+        additions: Sequence[Addition],
+        outbox: Outbox,
+        answer: Answer[T],
+        *,
+        outside_transaction: bool,
+    ) -> Coroutine[Any, Any, T]:
         """Add messages."""
 
-        def write(inner: Connection) -> list[Added]:
-            return self.writer.write(inner, additions, outbox, outside_transaction=outside_transaction)
+        def write(inner: Connection) -> T:
+            return self.writer.write(inner, additions, outbox, answer, outside_transaction=outside_transaction)
 
-        return await self._call(connection, write)
+        return self._call(connection, write)
 
     async def admit(self, connection: Connection, inbox: Inbox, message: Message) -> bool:
         """Mark a message as handled; tell whether it was not before."""
