@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, TypeAlias, TypeVar
+from fnmatch import fnmatchcase
+from typing import Any, Final, NewType, TypeAlias, TypeVar, get_origin, overload
 
 from .codec import Codec, JSONCodec, encoded, type_name
 from .deadline import UNTIMED, clock
 from .errors import (
     AlreadyStartedError,
+    ConfigurationError,
     HandlerExistsError,
     HandlerRejectedError,
     InvalidMessageError,
     NoHandlerError,
     StorePermissionError,
 )
-from .handler import Call, Handler, bound, is_on_thread
+from .handler import Call, Handler, bound, described, event_class, is_on_thread, payload_class
 from .message import Message, drafted, uuid7
 
 __all__ = ["Match", "Router"]
@@ -34,35 +34,23 @@ _MANY: Final = (list, tuple, Iterator)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Takes messages whose type and source are like patterns of SQL.
+    """Matches messages whose type and source both fit a glob.
 
-    ``%`` is any text, ``_`` one character, and a backslash makes the next character stand for itself.
+    ``*`` stands for any text, ``?`` for one character, ``[ab]`` for one of several and ``[!ab]`` for any other; upper
+    and lower case differ. To match one of these characters itself, put it in brackets: ``[*]``.
 
     Example:
         >>> from postroom import Match, Message
-        >>> Match(type="order.%")(Message(topic="orders", type="order.placed", payload=b"{}"))
+        >>> Match(type="order.*")(Message(topic="orders", type="order.placed", payload=b"{}"))
         True
     """
 
-    type: str = "%"
-    source: str = "%"
+    type: str = "*"
+    source: str = "*"
 
     def __call__(self, message: Message) -> bool:
-        """Tell whether a message is meant."""
-        return _is_like(message.type, self.type) and _is_like(message.source, self.source)
-
-
-def _is_like(text: str, like: str) -> bool:
-    return like == "%" or _pattern(like).fullmatch(text) is not None
-
-
-@lru_cache(maxsize=256)
-def _pattern(like: str) -> re.Pattern[str]:
-    """Return a pattern of SQL's LIKE as a regular expression; a backslash makes the next character plain."""
-    parts = re.findall(r"\\.|.", like, re.DOTALL)
-    wild = {"%": ".*", "_": "."}
-    plainly = (wild.get(part) or re.escape(part.removeprefix("\\") or part) for part in parts)
-    return re.compile("".join(plainly), re.DOTALL)
+        """Tell whether a message fits both globs."""
+        return fnmatchcase(message.type, self.type) and fnmatchcase(message.source, self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,24 +105,37 @@ class Router:
         """The types that have a handler."""
         return tuple(self._routes)
 
+    @overload
     def on(
-        self, message_type: str | type, *, match: Matcher | None = None, topic: str | None = None
-    ) -> Callable[[H], H]:
-        """Make the decorated function the handler of a type, given by its name or by the class of its events.
+        self, message_type: str | type | None = None, *, match: Matcher | None = None, topic: str | None = None
+    ) -> Callable[[H], H]: ...
+    @overload
+    def on(self, message_type: H, /) -> H: ...
+    def on(
+        self, message_type: str | type | H | None = None, *, match: Matcher | None = None, topic: str | None = None
+    ) -> H | Callable[[H], H]:
+        """Register the decorated function as the handler of a type of message.
+
+        Without a type, and also without parentheses, the class that the payload is annotated with names it:
+        ``@router.on`` above ``async def reserve(order: OrderPlaced)`` registers it for ``order.placed``.
 
         Args:
-            message_type: Which messages it handles.
-            match: Refuses some of them, such as `Match`.
-            topic: Where the events that it returns go.
+            message_type: The name of the type, or the class of its events.
+            match: Refuses some of the messages, such as `Match`.
+            topic: Where the events that the handler returns go.
 
         Raises:
             HandlerExistsError: The type has a handler.
             AlreadyStartedError: Messages are being handled already.
-            ConfigurationError: The handler asks for something that no message can become.
+            ConfigurationError: The type is neither a name nor the class of an event; the payload is annotated with
+                something that names no type; or the handler asks for something that no payload can become.
         """
+        if not isinstance(message_type, str | type | None) and _is_handler(message_type):
+            return self.on(match=match, topic=topic)(message_type)
+        name = None if message_type is None else _name(message_type)
 
         def register(handler: H) -> H:
-            self.add(message_type, handler, match=match, topic=topic)
+            self.add(_annotated(handler) if name is None else name, handler, match=match, topic=topic)
             return handler
 
         return register
@@ -142,8 +143,8 @@ class Router:
     def add(
         self, message_type: str | type, handler: Handler, *, match: Matcher | None = None, topic: str | None = None
     ) -> None:
-        """Make a function the handler of a type; see `on`."""
-        name = message_type if isinstance(message_type, str) else type_name(message_type)
+        """Register a function as the handler of a type of message, as `on` does."""
+        name = _name(message_type)
         if self._is_started:
             raise AlreadyStartedError(f"a handler of {name!r} was added to a router")
         if name in self._routes:
@@ -203,6 +204,35 @@ class Router:
             tenant_id=cause.tenant_id,
             dedupe_key=None,
         )
+
+
+def _is_handler(value: object) -> bool:
+    """Tell whether something may be a handler; what typing makes of types can be called too."""
+    return callable(value) and get_origin(value) is None and not isinstance(value, NewType)
+
+
+def _name(message_type: object) -> str:
+    """Return the name of a type of message, given by itself or by the class of its events."""
+    if isinstance(message_type, str):
+        return message_type
+    kind = event_class(message_type)
+    if kind is None:
+        raise ConfigurationError(
+            f"{message_type!r} is not a type of message; pass the name of one, such as 'order.placed', or the class "
+            "of its events"
+        )
+    return type_name(kind)
+
+
+def _annotated(handler: Handler) -> type:
+    """Return the class of events that a handler is annotated with."""
+    kind = payload_class(handler)
+    if kind is None:
+        raise ConfigurationError(
+            f"{described(handler)} does not say which type of message it takes: its payload is not annotated with a "
+            'class of yours; write @router.on("order.placed"), with the name of the type, or annotate the payload'
+        )
+    return kind
 
 
 def each(returned: Any) -> Iterator[object]:  # noqa: ANN401 -- whatever a handler returns
