@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from .codec import Codec, reader
 from .deadline import Untimed, clock
+from .decoding import is_plain
 from .delivery import Delivery, current_delivery
 from .errors import ConfigurationError
 from .message import Message
@@ -32,8 +33,6 @@ _GIVEN: Final[Mapping[Any, Callable[[Message], Any]]] = {
     Transaction: lambda _: current_transaction(),
     bytes: lambda message: message.payload,
 }
-#: Modules of classes that events are made of; no message is named after one of these.
-_OF_VALUES: Final = frozenset({"builtins", "collections", "collections.abc", "datetime", "decimal", "typing", "uuid"})
 
 
 def bound(handler: Handler, codec: Codec) -> Call:
@@ -71,8 +70,7 @@ def is_on_thread(handler: Handler) -> bool:
 
 def event_class(kind: object) -> type | None:
     """Return a class that a type of message can be named after; None for a dict, a plain value, a union, a function."""
-    is_own = isinstance(kind, type) and kind not in _GIVEN and kind.__module__ not in _OF_VALUES
-    return kind if isinstance(kind, type) and is_own else None
+    return kind if isinstance(kind, type) and kind not in _GIVEN and not is_plain(kind) else None
 
 
 def payload_class(handler: Handler) -> type | None:
