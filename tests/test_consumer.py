@@ -256,16 +256,17 @@ async def test_a_rejection_is_told_as_one() -> None:
     assert seen.of(events.HandlingFailed) == []
 
 
-async def test_a_payload_that_cannot_be_decoded_is_rejected_at_once() -> None:
-    """G9: it will not become readable by being tried again, and what stands in it is not told."""
+async def test_a_payload_that_cannot_be_decoded_is_a_failure_like_any_other() -> None:
+    """G9: a newer version may read it, so it comes again until its attempts are spent."""
 
     async def handler(_: dict[str, int]) -> None:
         raise AssertionError("it has nothing to handle")
 
     outcomes, seen = await handled(handler)
 
-    assert [type(outcome) for outcome in outcomes] == [Dead]
-    assert [event.error.partition(":")[0] for event in seen.of(events.DeadLettered)] == ["DecodeError"]
+    assert [type(outcome) for outcome in outcomes] == [Retry]
+    assert [event.error.partition(":")[0] for event in seen.of(events.HandlingFailed)] == ["DecodeError"]
+    assert seen.of(events.DeadLettered) == []
 
 
 @pytest.mark.parametrize("error", [StoreUnavailableError("down"), StoreTimeoutError("slow"), CommitUnknownError()])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Final, NewType, TypeAlias, TypeVar, get_origin, overload
+from typing import Any, Final, Literal, NewType, TypeAlias, TypeVar, get_args, get_origin, overload
 
+from . import events
 from .codec import Codec, JSONCodec, encoded, type_name
 from .deadline import UNTIMED, clock
 from .errors import (
@@ -14,12 +15,14 @@ from .errors import (
     ConfigurationError,
     HandlerExistsError,
     HandlerRejectedError,
+    HandlingError,
     InvalidMessageError,
     NoHandlerError,
     StorePermissionError,
 )
 from .handler import Call, Handler, bound, described, event_class, is_on_thread, payload_class
 from .message import Message, drafted, uuid7
+from .reporting import Reporter
 
 __all__ = ["Match", "Router"]
 
@@ -27,6 +30,8 @@ H = TypeVar("H", bound=Handler)
 
 #: Tells whether a handler takes a message.
 Matcher: TypeAlias = Callable[[Message], bool]
+#: What happens to messages that no handler takes.
+Unhandled: TypeAlias = Literal["fail", "ignore"]
 
 NONE: Final[Sequence[Message]] = ()
 _MANY: Final = (list, tuple, Iterator)
@@ -86,14 +91,27 @@ class Router:
         'stock.reserved'
     """
 
-    def __init__(self, *, codec: Codec | None = None, topic: str | None = None, source: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        codec: Codec | None = None,
+        topic: str | None = None,
+        source: str | None = None,
+        unhandled: Unhandled = "fail",
+    ) -> None:
         """Set up a router without handlers.
 
         Args:
             codec: Decodes payloads and encodes what handlers return; JSON by default.
-            topic: Where returned events go; by default to a topic that is called like their type.
-            source: Who says so, as the attribute ``source`` of CloudEvents.
+            topic: The topic of the events that handlers return; by default it is named like their type.
+            source: The attribute ``source`` of CloudEvents that these events get.
+            unhandled: What happens to messages that no handler takes, because their type has none or its ``match``
+                refuses them: ``fail`` redelivers them until their attempts are spent, ``ignore`` acknowledges them.
         """
+        if unhandled not in get_args(Unhandled):
+            raise ConfigurationError(f"unhandled={unhandled!r} must be 'fail' or 'ignore'")
+        self._unhandled: Unhandled = unhandled
+        self._report = Reporter(None)
         self._codec: Codec = codec or JSONCodec()
         self._topic = topic
         self._headers = {} if source is None else {"ce-source": source}
@@ -156,18 +174,18 @@ class Router:
         self._is_started = True
 
     async def __call__(self, message: Message) -> Sequence[Message]:
-        """Have a message handled, and return what its handler returned, as messages.
+        """Call the handler of a message, and return what it returned as messages.
 
         Raises:
             NoHandlerError: Its type has no handler.
-            HandlerRejectedError: The handler does not take it.
-            DecodeError: The payload is not what the handler is annotated with.
+            HandlerRejectedError: The ``match`` of its handler refuses it.
+            DecodeError: The payload does not match the type that the handler is annotated with.
         """
         route = self._routes.get(message.type)
         if route is None:
-            raise NoHandlerError(message.type)
+            return self._leave(message, NoHandlerError(message.type))
         if route.match is not None and not route.match(message):
-            raise HandlerRejectedError(message.type)
+            return self._leave(message, HandlerRejectedError(message.type))
         # What a handler hands on itself is on its own time, and must not start that anew.
         timing = None if route.is_on_thread or clock.get() is UNTIMED else clock.set(UNTIMED)
         try:
@@ -182,6 +200,13 @@ class Router:
         if returned is None:
             return NONE
         return [self._message(output, route.topic or self._topic, message) for output in each(returned)]
+
+    def _leave(self, message: Message, reason: HandlingError) -> Sequence[Message]:
+        """Fail or ignore a message that no handler takes."""
+        if self._unhandled == "fail":
+            raise reason
+        self._report(events.Ignored(message.id, message.type, message.topic, message.key))
+        return NONE
 
     def _message(self, output: object, topic: str | None, cause: Message) -> Message:
         if isinstance(output, Message):
