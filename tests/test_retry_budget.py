@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from postroom import Consumer, Match, Message, Outbox, Router, events, source, transactional
+from postroom import Consumer, Match, Message, Outbox, OutboxSubscriber, Router, events, transactional
 from postroom.errors import DecodeError, RejectError
 from postroom.middleware import DeadLetterMiddleware, Middleware, Next, RetryMiddleware
 from postroom.middleware.json_schema import JSONSchemaMiddleware
@@ -53,7 +53,7 @@ class Desk:
 
     def consumer(self, router: Router, *middlewares: Middleware) -> Consumer:
         # With transactions the dead letters of the consumer keep the message, otherwise its subscriber does.
-        subscriber = source(
+        subscriber = OutboxSubscriber(
             self.store,
             max_attempts=2 * self.budget if self.is_transactional else self.budget,
             poll_interval=5 * MS,
@@ -282,7 +282,7 @@ async def by_hand(router: Router, *middlewares: Middleware) -> AsyncGenerator[Me
     store = MemoryStore()
     with store.transaction() as transaction:
         Outbox().add(transaction, {"order_id": 1}, topic="order.placed")
-    consumer = Consumer(source(store, poll_interval=5 * MS), router, *middlewares, acking="manual")
+    consumer = Consumer(OutboxSubscriber(store, poll_interval=5 * MS), router, *middlewares, acking="manual")
     running = asyncio.create_task(consumer.run())
     try:
         yield store
