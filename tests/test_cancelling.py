@@ -24,7 +24,7 @@ import pytest
 import sqlalchemy
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 
-from postroom import Dispatcher, Message, Outbox, source
+from postroom import Dispatcher, Message, Outbox, OutboxSubscriber
 from postroom.errors import StoreError
 from postroom.store import Claim, ClaimTerms, Dead, Delivered, Release, Retry, Settlement, Store
 from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, SQLStore
@@ -770,7 +770,7 @@ async def test_a_cancelled_reader_of_a_source_loses_nothing(site: Site) -> None:
             acknowledged: list[UUID] = []
 
             async def read(desk: Desk = desk, acknowledged: list[UUID] = acknowledged) -> None:
-                async with source(store, lease=60 * SECOND, poll_interval=SECOND / 100) as deliveries:
+                async with OutboxSubscriber(store, lease=60 * SECOND, poll_interval=SECOND / 100) as deliveries:
                     async for delivery in deliveries:
                         desk.delivered.append(delivery.message.id)
                         await delivery.ack()

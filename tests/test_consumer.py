@@ -22,12 +22,12 @@ from postroom import (
     Delivery,
     Message,
     Outbox,
+    OutboxSubscriber,
     Outcome,
     Release,
     Retry,
     Router,
     events,
-    source,
 )
 from postroom.brokers import MemoryBroker
 from postroom.deadline import Limit, Within
@@ -256,16 +256,17 @@ async def test_a_rejection_is_told_as_one() -> None:
     assert seen.of(events.HandlingFailed) == []
 
 
-async def test_a_payload_that_cannot_be_decoded_is_rejected_at_once() -> None:
-    """G9: it will not become readable by being tried again, and what stands in it is not told."""
+async def test_a_payload_that_cannot_be_decoded_is_a_failure_like_any_other() -> None:
+    """G9: a newer version may read it, so it comes again until its attempts are spent."""
 
     async def handler(_: dict[str, int]) -> None:
         raise AssertionError("it has nothing to handle")
 
     outcomes, seen = await handled(handler)
 
-    assert [type(outcome) for outcome in outcomes] == [Dead]
-    assert [event.error.partition(":")[0] for event in seen.of(events.DeadLettered)] == ["DecodeError"]
+    assert [type(outcome) for outcome in outcomes] == [Retry]
+    assert [event.error.partition(":")[0] for event in seen.of(events.HandlingFailed)] == ["DecodeError"]
+    assert seen.of(events.DeadLettered) == []
 
 
 @pytest.mark.parametrize("error", [StoreUnavailableError("down"), StoreTimeoutError("slow"), CommitUnknownError()])
@@ -901,7 +902,7 @@ async def test_a_failed_message_of_a_key_comes_again_before_the_next() -> None:
 
 
 async def test_an_outbox_can_be_consumed_without_a_broker() -> None:
-    """F-25, S1-30, S1-32: what `source` hands out is handled, recorded, and comes again when it failed."""
+    """F-25, S1-30, S1-32: what `OutboxSubscriber` hands out is handled, recorded, and comes again when it failed."""
     store, seen = MemoryStore(), list[tuple[bytes, int]]()
     with store.transaction() as transaction:
         Outbox().add(transaction, [{"n": n} for n in range(20)], topic="orders", type="order.placed")
@@ -911,7 +912,7 @@ async def test_an_outbox_can_be_consumed_without_a_broker() -> None:
         if message.payload == b'{"n":3}' and message.attempt == 1:
             raise ValueError("once")
 
-    deliveries = source(store, poll_interval=5 * MS)
+    deliveries = OutboxSubscriber(store, poll_interval=5 * MS)
     async with running(Consumer(deliveries, routed(handler), backoff=lambda _: MS, listener=Seen().append)):
         await until(lambda: all(row.status == "delivered" for row in store.rows), "everything being recorded")
 
@@ -927,7 +928,7 @@ async def test_what_a_consumer_of_an_outbox_did_not_begin_is_pending_again() -> 
             transaction,
             [Message(topic="orders", type="order.placed", payload=b"%d" % n) for n in range(10)],
         )
-    consumer = Consumer(source(store), routed(gate), concurrency=1, buffer=3)
+    consumer = Consumer(OutboxSubscriber(store), routed(gate), concurrency=1, buffer=3)
 
     async with running(consumer):
         await until(lambda: gate.begun == [0], "the first")

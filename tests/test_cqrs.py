@@ -163,10 +163,13 @@ async def without() -> None: ...
 async def of_a_list(orders: list[PlaceOrder]) -> None: ...
 
 
-@pytest.mark.parametrize("handler", [untyped, without, of_a_list])
+async def of_a_dict(order: dict) -> None: ...  # type: ignore[type-arg]
+
+
+@pytest.mark.parametrize("handler", [untyped, without, of_a_list, of_a_dict])
 def test_a_function_that_does_not_say_its_command_is_refused(handler: Any) -> None:  # noqa: ANN401
     """F-22: the type of the message comes from it."""
-    with pytest.raises(ConfigurationError, match="does not say which command it takes; annotate the parameter"):
+    with pytest.raises(ConfigurationError, match="does not say which command it takes; annotate its parameter"):
         command_handler(handler, source="/orders")
 
 

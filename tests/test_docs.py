@@ -30,7 +30,7 @@ import postroom
 from postroom import Consumer, Dispatcher, Message, Outbox, Router, transactional
 from postroom.brokers import MemoryBroker
 from postroom.decisions import Enqueued
-from postroom.errors import CommitUnknownError, RejectError
+from postroom.errors import CommitUnknownError, DecodeError, RejectError
 from postroom.middleware import Next
 from postroom.store import ClaimTerms, Release, Settlement
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore, store_from_url
@@ -166,7 +166,7 @@ async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplo
     """S1-01, S1-02, S1-15, F-02, F-05, F-18, F-22: every snippet runs as printed, and does what the page says."""
     caplog.set_level(logging.DEBUG, "postroom")
     names, pool, broker = receiving, receiving["pool"], receiving["broker"]
-    whole, handlers, acking, inbox, unknown, dead, stack, commands = snippets("docs/consuming.md")
+    whole, fan_out, handlers, acking, inbox, unknown, strict, dead, stack, commands = snippets("docs/consuming.md")
 
     async def reserved() -> list[int]:
         return [row["order_id"] for row in await pool.fetch("SELECT order_id FROM reservations ORDER BY order_id")]
@@ -179,6 +179,9 @@ async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplo
     assert (
         await pool.fetchval("SELECT count(*) FROM postroom_outbox WHERE namespace = 'stock' AND topic = 'stock'") == 1
     )
+
+    await execute(fan_out, names)
+    await _check_fan_out(names)
 
     names["router"] = Router(topic="stock")
     names["router"].add(names["OrderPlaced"], names["reserve"])
@@ -198,6 +201,7 @@ async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplo
 
     await execute(inbox, names)
     await execute(unknown, names)
+    await execute(strict, names)
     await execute(dead, names)
     await _check_errors(names)
 
@@ -214,6 +218,15 @@ async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplo
     assert await pool.fetchval("SELECT id FROM orders") == 7
     assert await pool.fetchval("SELECT type FROM postroom_outbox WHERE namespace = 'shop'") == "order.placed"
     await names["store"].close()
+
+
+async def _check_fan_out(names: dict[str, Any]) -> None:
+    """Have a message of an outbox taken to every group."""
+    async with names["pool"].acquire() as connection, connection.transaction():
+        await Outbox(namespace="shop").add(connection, names["OrderPlaced"](1), topic="orders")
+    await names["dispatcher"].run(until_idle=True)
+    assert [names["post"].backlog(group) for group in ("stock", "billing")] == [1, 1]
+    await names["pool"].execute("DELETE FROM postroom_outbox WHERE namespace = 'shop'")
 
 
 async def _check_errors(names: dict[str, Any]) -> None:
@@ -233,6 +246,8 @@ async def _check_errors(names: dict[str, Any]) -> None:
     lost.witness = was_stored
     assert await names["ask"](placed(1), raising(lost)) == []
 
+    with pytest.raises(RejectError, match="not JSON"):
+        await names["reject_unreadable"](placed(1), raising(DecodeError("the payload is not JSON")))
     for around in ("careful", "around"):
         assert not await names[around](placed(1), raising(RejectError("never")))
     letters = await names["pool"].fetch(query)

@@ -85,6 +85,10 @@ SENTENCES = [
         f"duplicate skipped by consumer stock: {M} topic=orders type=order.placed",
     ),
     (
+        events.Ignored(ID, "order.placed", "orders", "42"),
+        f"ignored, since no handler takes it: {M} topic=orders type=order.placed key=42",
+    ),
+    (
         events.DeadLettered(ID, "order.placed", 2, "no", "orders", "42"),
         f"{M} topic=orders type=order.placed key=42 attempt=2 was dead-lettered: no",
     ),

@@ -295,7 +295,7 @@ def test_a_kill_is_a_kill() -> None:
 def test_production_has_no_failpoints_whatever_the_environment_says() -> None:
     """Importing all of postroom loads nothing of them, and no variable changes that."""
     program = (
-        "import sys, postroom, postroom.stores, postroom.brokers, postroom.cli, postroom.cli.app, postroom.source\n"
+        "import sys, postroom, postroom.stores, postroom.brokers, postroom.cli, postroom.cli.app, postroom.consumer\n"
         "import postroom.stores.sql.writers, postroom.stores.sql.drivers.sqlite\n"
         "print([name for name in sys.modules if name.startswith('postroom.testing')])"
     )

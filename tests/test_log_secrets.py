@@ -24,11 +24,11 @@ from postroom import (
     Dispatcher,
     Message,
     Outbox,
+    OutboxSubscriber,
     Outcome,
     Release,
     Retry,
     Router,
-    source,
     transactional,
 )
 from postroom.brokers import MemoryBroker
@@ -249,7 +249,7 @@ async def test_failed_handlers_log_no_secret(
         raise ConnectionError("gone")
 
     async with make(request) as store:
-        reading = source(store, backoff=lambda _: MS, max_attempts=2)
+        reading = OutboxSubscriber(store, backoff=lambda _: MS, max_attempts=2)
         consumer = Consumer(reading, router, LogMiddleware(), timeout=timedelta(seconds=1), backoff=lambda _: MS)
         running = asyncio.create_task(consumer.run())
         for kind in ("order.placed", "order.counted", "order.unheard"):

@@ -21,7 +21,18 @@ from uuid import UUID
 import asyncpg
 import pytest
 
-from postroom import Consumer, Dispatcher, Message, Outbox, Outcome, Retry, Router, events, source, transactional
+from postroom import (
+    Consumer,
+    Dispatcher,
+    Message,
+    Outbox,
+    OutboxSubscriber,
+    Outcome,
+    Retry,
+    Router,
+    events,
+    transactional,
+)
 from postroom.brokers import MemoryBroker
 from postroom.brokers.lines import encode_line
 from postroom.destination import Naming
@@ -236,7 +247,7 @@ async def test_a_failure_that_a_function_returns_is_a_warning_too(plain: Plain) 
 
 async def test_what_a_reader_nacks_is_no_warning(plain: Plain) -> None:
     """The reader knows, and a consumer has logged it."""
-    async with source(stored(), backoff=an_hour) as deliveries:
+    async with OutboxSubscriber(stored(), backoff=an_hour) as deliveries:
         await (await anext(deliveries)).nack("not today")
 
     assert plain.lines("WARNING") == []
@@ -529,7 +540,7 @@ async def test_a_bug_in_a_handler_can_be_told_from_the_log(postgres_dsn: str, pl
         consumer.stop_soon()
         order["sku"] += 1
 
-    consumer = Consumer(source(store), router, transactional(store, consumer="stock"))
+    consumer = Consumer(OutboxSubscriber(store), router, transactional(store, consumer="stock"))
     await consumer.run()
     await store.close()
 

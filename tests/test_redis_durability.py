@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from postroom import Message, events, source
+from postroom import Message, OutboxSubscriber, events
 from postroom.errors import CommitUnknownError, ConfigurationError, StoreUnavailableError
 from postroom.inbox import Mode
 from postroom.middleware import TransactionMiddleware
@@ -176,7 +176,7 @@ class TestStoreWithReplicas:
         await make(kind, pair.dsn, profile="replicated").open()
         await add(store)
 
-        async with source(store, listener=heard.append) as reading:
+        async with OutboxSubscriber(store, listener=heard.append) as reading:
             delivery = await anext(reading)
             pair.replica.pause()
             acking = asyncio.create_task(delivery.ack())

@@ -25,10 +25,10 @@ from postroom import (
     Delivered,
     Dispatcher,
     Message,
+    OutboxSubscriber,
     Release,
     Retry,
     Settlement,
-    source,
     transactional,
 )
 from postroom.brokers import MemoryBroker
@@ -437,7 +437,7 @@ async def test_a_dispatcher_delivers_what_is_added_while_it_runs(valkey_server: 
 async def test_a_source_hands_out_messages_until_it_is_closed(client: Foreign, store: RedisStreamStore) -> None:
     """S0-49, S0-53: ack is recorded when it returns, what was not acknowledged is given back."""
     await store.outbox().add(client, [numbered(n) for n in range(3)])
-    async with source(store, poll_interval=10 * MS) as deliveries:
+    async with OutboxSubscriber(store, poll_interval=10 * MS) as deliveries:
         first = await anext(deliveries)
         await first.ack()
         left = await client.xlen(key(store))

@@ -11,9 +11,9 @@ from .inbox import Inbox
 from .message import Limits, Local, Message, uuid7
 from .middleware import TransactionMiddleware, transactional
 from .outbox import AddResult, Outbox
+from .outbox_subscriber import OutboxSubscriber
 from .retry import Backoff
 from .router import Match, Router
-from .source import source
 from .store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats, Store
 from .transaction import Transaction, current_connection, current_transaction
 
@@ -37,6 +37,7 @@ __all__ = [
     "Match",
     "Message",
     "Outbox",
+    "OutboxSubscriber",
     "Outcome",
     "Publisher",
     "Release",
@@ -52,7 +53,6 @@ __all__ = [
     "current_delivery",
     "current_transaction",
     "share",
-    "source",
     "transactional",
     "type_name",
     "uuid7",

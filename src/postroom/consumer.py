@@ -20,8 +20,8 @@ from .errors import (
     ConfigurationError,
     MessageBusyError,
     StorePermissionError,
-    is_hopeless,
     is_outage,
+    is_rejection,
 )
 from .message import Message
 from .middleware.chain import Middleware, chained, check_order, connect, limit_transactions
@@ -339,7 +339,8 @@ class Consumer:
             current.reset(token)
         if not delivery.is_reported:
             self._tell(_handled(delivery.message, time.monotonic() - began))
-        if self._acking == "manual" and delivery.outcome is None:
+        # What a middleware or the router has decided about reaches no handler that could acknowledge it.
+        if self._acking == "manual" and delivery.outcome is None and not delivery.is_reported:
             work.end()
             return True
         # As `_settle` does, at half the cost: this is what every message takes.
@@ -375,7 +376,7 @@ class Consumer:
             return Release()  # the end of the consumer says nothing about the message, nor does what came of it
         said, at = describe(error), (message.id, message.type, message.attempt)
         answer = error.outcome if isinstance(error, OutputError) else None
-        if is_hopeless(error) or isinstance(answer, Dead):
+        if is_rejection(error) or isinstance(answer, Dead):
             self._tell(events.DeadLettered(*at, said, message.topic, message.key, error))
             return Dead(said)
         self._tell(events.HandlingFailed(*at, said, message.topic, message.key, error))

@@ -8,7 +8,7 @@ from typing import Any
 
 from .codec import Codec, JSONCodec, Naming, encoded, named
 from .errors import ConfigurationError, InvalidMessageError
-from .handler import Handler, bound, payload_type
+from .handler import Handler, bound, described, payload_class
 from .message import Message
 from .middleware.outbox import OutboxMiddleware
 from .middleware.transaction import TransactionMiddleware
@@ -139,10 +139,10 @@ def command_handler_with_outbox(  # noqa: PLR0913 -- one keyword for each choice
 
 def _command(handler: Handler) -> type:
     """Return the class of the command that a function takes."""
-    command = payload_type(handler)
-    if not isinstance(command, type) or command is object:
+    command = payload_class(handler)
+    if command is None:
         raise ConfigurationError(
-            f"{getattr(handler, '__qualname__', handler)!r} does not say which command it takes; annotate the "
-            "parameter with its class"
+            f"{described(handler)} does not say which command it takes; annotate its parameter with the class of the "
+            "command"
         )
     return command

@@ -41,7 +41,7 @@ from .making import (
     variables_of,
 )
 
-__all__ = ["decoded", "decoder"]
+__all__ = ["decoded", "decoder", "is_plain", "plain"]
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:  # noqa: ANN401 -- a type, or what typing has beside types
@@ -95,6 +95,11 @@ def decoded(payload: bytes, kind: Any) -> Any:  # noqa: ANN401
 @lru_cache(maxsize=1024)
 def _remembered(kind: Any, _: str) -> Callable[[bytes], Any]:  # noqa: ANN401
     return decoder(kind)
+
+
+def is_plain(kind: type) -> bool:
+    """Tell whether a type is that of plain values, such as ``str``, or a container of them, such as ``dict``."""
+    return kind in VALUES or kind in _LISTS or kind in _DICTS
 
 
 def _refuse(constant: str) -> object:

@@ -63,7 +63,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, cast
+from typing import cast
 from uuid import UUID
 
 __all__ = [
@@ -286,7 +286,7 @@ class EncodeError(MessageError):
 
 
 class DecodeError(MessageError):
-    """Stored or received bytes cannot be turned back into a value."""
+    """A payload cannot be decoded, or breaks its schema; as the next version may read it, it is redelivered."""
 
 
 class TransactionError(PostroomError):
@@ -390,14 +390,20 @@ class NoHandlerError(HandlingError):
     """No handler is known for the type of a message."""
 
     def __init__(self, message_type: str) -> None:
-        super().__init__(f"no handler takes {message_type!r}; add one with router.on({message_type!r})")
+        super().__init__(
+            f"no handler takes {message_type!r}; add one with router.on({message_type!r}), or create the router with "
+            "Router(unhandled='ignore')"
+        )
 
 
 class HandlerRejectedError(HandlingError):
     """The handler of a type does not want this message."""
 
     def __init__(self, message_type: str) -> None:
-        super().__init__(f"the handler of {message_type!r} does not take this message, since its match refused it")
+        super().__init__(
+            f"the handler of {message_type!r} does not take this message, since its match refused it; change the "
+            "match, or create the router with Router(unhandled='ignore')"
+        )
 
 
 class NoDeliveryError(HandlingError):
@@ -543,15 +549,16 @@ class QuarantinedError(RejectError):
         super().__init__(f"a part of the message's effect was applied before ({why}); see {mark!r}")
 
 
-#: What can never be handled, however often it is tried: it was refused, or its payload is not what it should be.
-HOPELESS: Final = (RejectError, DecodeError)
-
-
-def is_hopeless(error: BaseException) -> bool:
-    """Tell whether an error says that a message can never be handled; of a group, all of its errors must."""
+def consists_of(error: BaseException, *kinds: type[BaseException]) -> bool:
+    """Tell whether an error is of one of these classes; of a group, all of its errors must be."""
     if isinstance(error, BaseExceptionGroup):
-        return all(map(is_hopeless, cast("BaseExceptionGroup[BaseException]", error).exceptions))
-    return isinstance(error, HOPELESS)
+        return all(consists_of(each, *kinds) for each in cast("BaseExceptionGroup[BaseException]", error).exceptions)
+    return isinstance(error, kinds)
+
+
+def is_rejection(error: BaseException) -> bool:
+    """Tell whether an error ends a message at once; every other one spends an attempt, or none."""
+    return consists_of(error, RejectError)
 
 
 def is_outage(error: BaseException) -> bool:

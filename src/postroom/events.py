@@ -31,6 +31,7 @@ __all__ = [
     "Event",
     "Handled",
     "HandlingFailed",
+    "Ignored",
     "InboxPurged",
     "LeaseLost",
     "Listener",
@@ -323,6 +324,17 @@ class DuplicateSkipped(Event):
 
     text = "duplicate skipped by consumer %(consumer)s: %(subject)s"
     consumer: str
+    message_id: UUID
+    type: str
+    topic: str = ""
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored(Event):
+    """A message that no handler takes was acknowledged, as ``Router(unhandled="ignore")`` asks for."""
+
+    text = "ignored, since no handler takes it: %(subject)s"
     message_id: UUID
     type: str
     topic: str = ""

@@ -13,13 +13,14 @@ from typing import Any, Final, TypeAlias
 
 from .codec import Codec, reader
 from .deadline import Untimed, clock
+from .decoding import is_plain
 from .delivery import Delivery, current_delivery
 from .errors import ConfigurationError
 from .message import Message
 from .threads import Ended, contained, innermost
 from .transaction import Transaction, current_transaction, running_on
 
-__all__ = ["Call", "Handler", "bound", "payload_type"]
+__all__ = ["Call", "Handler", "bound", "described", "event_class", "is_on_thread", "payload_class"]
 
 #: What an application registers: async or plain, with any parameters that `bound` understands.
 Handler: TypeAlias = Callable[..., Any]
@@ -69,16 +70,19 @@ def is_on_thread(handler: Handler) -> bool:
     return not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function))
 
 
-def payload_type(handler: Handler) -> Any:  # noqa: ANN401 -- a type, or what typing has beside types
-    """Return what a handler wants the payload to be, None if it does not want it."""
-    kinds = _kinds(handler)
-    wanted = [name for name, kind in kinds.items() if kind not in _GIVEN]
-    if len(wanted) > 1:
-        raise ConfigurationError(
-            f"{_named(handler)} has {len(wanted)} parameters for one payload, {' and '.join(wanted)}; annotate the "
-            "others with Message, Delivery or Transaction, or give them a default"
-        )
-    return kinds[wanted[0]] if wanted else None
+def event_class(kind: object) -> type | None:
+    """Return a class that a type of message can be named after; None for a dict, a plain value, a union, a function."""
+    return kind if isinstance(kind, type) and kind not in _GIVEN and not is_plain(kind) else None
+
+
+def payload_class(handler: Handler) -> type | None:
+    """Return the class of the events that a handler takes, None unless its annotations name one."""
+    return event_class(_payload_type(handler))
+
+
+def described(handler: Handler) -> str:
+    """Return what a handler is called in an error."""
+    return f"handler {getattr(handler, '__qualname__', repr(handler))}"
 
 
 def _complete(call: Callable[[Message], Any], message: Message) -> Any:  # noqa: ANN401 -- whatever it returns
@@ -117,7 +121,7 @@ def _begin(timing: Untimed, function: Callable[[], object]) -> object:
 
 def _calling(handler: Handler, codec: Codec) -> Callable[[Message], Any]:
     """Return what calls a handler with the arguments that it asks for."""
-    payload_type(handler)
+    _payload_type(handler)
     positional: list[Callable[[Message], Any]] = []
     by_name: dict[str, Callable[[Message], Any]] = {}
     for parameter, kind in zip(_parameters(handler), _kinds(handler).values(), strict=True):
@@ -134,6 +138,18 @@ def _calling(handler: Handler, codec: Codec) -> Callable[[Message], Any]:
     )
 
 
+def _payload_type(handler: Handler) -> Any:  # noqa: ANN401 -- a type, or what typing has beside types
+    """Return what a handler wants the payload to be, None if it does not want it."""
+    kinds = _kinds(handler)
+    wanted = [name for name, kind in kinds.items() if kind not in _GIVEN]
+    if len(wanted) > 1:
+        raise ConfigurationError(
+            f"{described(handler)} has {len(wanted)} parameters for one payload, {' and '.join(wanted)}; annotate the "
+            "others with Message, Delivery or Transaction, or give them a default"
+        )
+    return kinds[wanted[0]] if wanted else None
+
+
 def _decoding(read: Callable[[bytes], Any]) -> Callable[[Message], Any]:
     return lambda message: read(message.payload)
 
@@ -143,7 +159,7 @@ def _parameters(handler: Handler) -> list[inspect.Parameter]:
     try:
         parameters = inspect.signature(handler).parameters.values()
     except (ValueError, TypeError, NameError) as error:
-        raise ConfigurationError(f"the parameters of {_named(handler)} cannot be read: {error}; wrap it") from error
+        raise ConfigurationError(f"the parameters of {described(handler)} cannot be read: {error}; wrap it") from error
     variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return [each for each in parameters if each.default is each.empty and each.kind not in variadic]
 
@@ -158,10 +174,8 @@ def _kinds(handler: Handler) -> dict[str, Any]:
         return typing.get_type_hints(SimpleNamespace(__annotations__=wanted), scope)
     except NameError as error:
         raise ConfigurationError(
-            f"the annotations of {_named(handler)} cannot be read: {error}; define or import what they name at the "
+            f"the annotations of {described(handler)} cannot be read: {error}; define or import what they name at the "
             "level of the module"
         ) from error
 
 
-def _named(handler: Handler) -> str:
-    return f"handler {getattr(handler, '__qualname__', repr(handler))}"

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, TypeAlias, TypeVar
+from fnmatch import fnmatchcase
+from typing import Any, Final, Literal, NewType, TypeAlias, TypeVar, get_args, get_origin, overload
 
-from .checks import check_methods, check_text
+from . import events
+from .checks import check_choice, check_methods, check_text
 from .codec import Codec, JSONCodec, encoded, is_many, type_name
 from .deadline import UNTIMED, clock
 from .errors import (
     AlreadyStartedError,
+    ConfigurationError,
     HandlerExistsError,
     HandlerRejectedError,
+    HandlingError,
     InvalidMessageError,
     NoHandlerError,
     StorePermissionError,
 )
-from .handler import Call, Handler, bound, is_on_thread
+from .handler import Call, Handler, bound, described, event_class, is_on_thread, payload_class
 from .message import Message, drafted, uuid7
+from .reporting import Reporter
 
 __all__ = ["Match", "Router"]
 
@@ -28,41 +31,31 @@ H = TypeVar("H", bound=Handler)
 
 #: Tells whether a handler takes a message.
 Matcher: TypeAlias = Callable[[Message], bool]
+#: What happens to messages that no handler takes.
+Unhandled: TypeAlias = Literal["fail", "ignore"]
 
 NONE: Final[Sequence[Message]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Takes messages whose type and source are like patterns of SQL.
+    """Matches messages whose type and source both fit a glob.
 
-    ``%`` is any text, ``_`` one character, and a backslash makes the next character stand for itself.
+    ``*`` stands for any text, ``?`` for one character, ``[ab]`` for one of several and ``[!ab]`` for any other; upper
+    and lower case differ. To match one of these characters itself, put it in brackets: ``[*]``.
 
     Example:
         >>> from postroom import Match, Message
-        >>> Match(type="order.%")(Message(topic="orders", type="order.placed", payload=b"{}"))
+        >>> Match(type="order.*")(Message(topic="orders", type="order.placed", payload=b"{}"))
         True
     """
 
-    type: str = "%"
-    source: str = "%"
+    type: str = "*"
+    source: str = "*"
 
     def __call__(self, message: Message) -> bool:
-        """Tell whether a message is meant."""
-        return _is_like(message.type, self.type) and _is_like(message.source, self.source)
-
-
-def _is_like(text: str, like: str) -> bool:
-    return like == "%" or _pattern(like).fullmatch(text) is not None
-
-
-@lru_cache(maxsize=256)
-def _pattern(like: str) -> re.Pattern[str]:
-    """Return a pattern of SQL's LIKE as a regular expression; a backslash makes the next character plain."""
-    parts = re.findall(r"\\.|.", like, re.DOTALL)
-    wild = {"%": ".*", "_": "."}
-    plainly = (wild.get(part) or re.escape(part.removeprefix("\\") or part) for part in parts)
-    return re.compile("".join(plainly), re.DOTALL)
+        """Tell whether a message fits both globs."""
+        return fnmatchcase(message.type, self.type) and fnmatchcase(message.source, self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +91,29 @@ class Router:
         'stock.reserved'
     """
 
-    def __init__(self, *, codec: Codec | None = None, topic: str | None = None, source: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        codec: Codec | None = None,
+        topic: str | None = None,
+        source: str | None = None,
+        unhandled: Unhandled = "fail",
+    ) -> None:
         """Set up a router without handlers.
 
         Args:
             codec: Decodes payloads and encodes what handlers return; JSON by default.
-            topic: Where returned events go; by default to a topic that is called like their type.
-            source: Who says so, as the attribute ``source`` of CloudEvents.
+            topic: The topic of the events that handlers return; by default it is named like their type.
+            source: The attribute ``source`` of CloudEvents that these events get.
+            unhandled: What happens to messages that no handler takes, because their type has none or its ``match``
+                refuses them: ``fail`` redelivers them until their attempts are spent, ``ignore`` acknowledges them.
         """
         check_methods("codec", codec, ("encode", "decode"), "a Codec or None", optional=True)
         check_text("topic", topic, optional=True)
         check_text("source", source, optional=True)
+        check_choice("unhandled", unhandled, get_args(Unhandled))
+        self._unhandled: Unhandled = unhandled
+        self._report = Reporter(None)
         self._codec: Codec = codec or JSONCodec()
         self._topic = topic
         self._headers = {} if source is None else {"ce-source": source}
@@ -120,24 +125,37 @@ class Router:
         """The types that have a handler."""
         return tuple(self._routes)
 
+    @overload
     def on(
-        self, message_type: str | type, *, match: Matcher | None = None, topic: str | None = None
-    ) -> Callable[[H], H]:
-        """Make the decorated function the handler of a type, given by its name or by the class of its events.
+        self, message_type: str | type | None = None, *, match: Matcher | None = None, topic: str | None = None
+    ) -> Callable[[H], H]: ...
+    @overload
+    def on(self, message_type: H, /) -> H: ...
+    def on(
+        self, message_type: str | type | H | None = None, *, match: Matcher | None = None, topic: str | None = None
+    ) -> H | Callable[[H], H]:
+        """Register the decorated function as the handler of a type of message.
+
+        Without a type, and also without parentheses, the class that the payload is annotated with names it:
+        ``@router.on`` above ``async def reserve(order: OrderPlaced)`` registers it for ``order.placed``.
 
         Args:
-            message_type: Which messages it handles.
-            match: Refuses some of them, such as `Match`.
-            topic: Where the events that it returns go.
+            message_type: The name of the type, or the class of its events.
+            match: Refuses some of the messages, such as `Match`.
+            topic: Where the events that the handler returns go.
 
         Raises:
             HandlerExistsError: The type has a handler.
             AlreadyStartedError: Messages are being handled already.
-            ConfigurationError: The handler asks for something that no message can become.
+            ConfigurationError: The type is neither a name nor the class of an event; the payload is annotated with
+                something that names no type; or the handler asks for something that no payload can become.
         """
+        if not isinstance(message_type, str | type | None) and _is_handler(message_type):
+            return self.on(match=match, topic=topic)(message_type)
+        name = None if message_type is None else _name(message_type)
 
         def register(handler: H) -> H:
-            self.add(message_type, handler, match=match, topic=topic)
+            self.add(_annotated(handler) if name is None else name, handler, match=match, topic=topic)
             return handler
 
         return register
@@ -145,8 +163,8 @@ class Router:
     def add(
         self, message_type: str | type, handler: Handler, *, match: Matcher | None = None, topic: str | None = None
     ) -> None:
-        """Make a function the handler of a type; see `on`."""
-        name = message_type if isinstance(message_type, str) else type_name(message_type)
+        """Register a function as the handler of a type of message, as `on` does."""
+        name = _name(message_type)
         if self._is_started:
             raise AlreadyStartedError(f"a handler of {name!r} was added to a router")
         if name in self._routes:
@@ -158,18 +176,18 @@ class Router:
         self._is_started = True
 
     async def __call__(self, message: Message) -> Sequence[Message]:
-        """Have a message handled, and return what its handler returned, as messages.
+        """Call the handler of a message, and return what it returned as messages.
 
         Raises:
             NoHandlerError: Its type has no handler.
-            HandlerRejectedError: The handler does not take it.
-            DecodeError: The payload is not what the handler is annotated with.
+            HandlerRejectedError: The ``match`` of its handler refuses it.
+            DecodeError: The payload does not match the type that the handler is annotated with.
         """
         route = self._routes.get(message.type)
         if route is None:
-            raise NoHandlerError(message.type)
+            return self._leave(message, NoHandlerError(message.type))
         if route.match is not None and not route.match(message):
-            raise HandlerRejectedError(message.type)
+            return self._leave(message, HandlerRejectedError(message.type))
         # What a handler hands on itself is on its own time, and must not start that anew.
         timing = None if route.is_on_thread or clock.get() is UNTIMED else clock.set(UNTIMED)
         try:
@@ -184,6 +202,13 @@ class Router:
         if returned is None:
             return NONE
         return [self._message(output, route.topic or self._topic, message) for output in each(returned)]
+
+    def _leave(self, message: Message, reason: HandlingError) -> Sequence[Message]:
+        """Fail or ignore a message that no handler takes."""
+        if self._unhandled == "fail":
+            raise reason
+        self._report(events.Ignored(message.id, message.type, message.topic, message.key))
+        return NONE
 
     def _message(self, output: object, topic: str | None, cause: Message) -> Message:
         if isinstance(output, Message):
@@ -206,6 +231,35 @@ class Router:
             tenant_id=cause.tenant_id,
             dedupe_key=None,
         )
+
+
+def _is_handler(value: object) -> bool:
+    """Tell whether something may be a handler; what typing makes of types can be called too."""
+    return callable(value) and get_origin(value) is None and not isinstance(value, NewType)
+
+
+def _name(message_type: object) -> str:
+    """Return the name of a type of message, given by itself or by the class of its events."""
+    if isinstance(message_type, str):
+        return message_type
+    kind = event_class(message_type)
+    if kind is None:
+        raise ConfigurationError(
+            f"{message_type!r} is not a type of message; pass the name of one, such as 'order.placed', or the class "
+            "of its events"
+        )
+    return type_name(kind)
+
+
+def _annotated(handler: Handler) -> type:
+    """Return the class of events that a handler is annotated with."""
+    kind = payload_class(handler)
+    if kind is None:
+        raise ConfigurationError(
+            f"{described(handler)} does not say which type of message it takes: its payload is not annotated with a "
+            'class of yours; write @router.on("order.placed"), with the name of the type, or annotate the payload'
+        )
+    return kind
 
 
 def each(returned: Any) -> Iterator[object]:  # noqa: ANN401 -- whatever a handler returns

@@ -71,7 +71,21 @@ class PaymentTaken(NamedTuple):
     order_id: int
 
 
-@router.on("order.placed", match=Match(type="order.%", source="/shop/%"))
+@dataclass
+class StockCounted:
+    """A third."""
+
+    left: int
+
+
+@dataclass
+class StockRecounted:
+    """A fourth."""
+
+    left: int
+
+
+@router.on("order.placed", match=Match(type="order.*", source="/shop/*"))
 async def reserve(order: OrderPlaced) -> list[StockReserved]:
     """Handle an event."""
     return [StockReserved(order.order_id)]
@@ -81,6 +95,17 @@ async def reserve(order: OrderPlaced) -> list[StockReserved]:
 def audit(stock: StockReserved, message: Message, *, delivery: Delivery, transaction: Transaction) -> Message | None:
     """Handle one with all that there is."""
     return message if delivery.outcome is None and transaction.connection else None
+
+
+@router.on
+async def count(stock: StockCounted) -> None:
+    """Handle one that the annotation names."""
+
+
+@router.on()
+def recount(stock: StockRecounted, message: Message) -> StockCounted:
+    """Handle another, with parentheses."""
+    return StockCounted(stock.left + message.attempt)
 
 
 async def empty(message: Message, call_next: Next) -> Sequence[Message]:
@@ -238,11 +263,20 @@ def with_commands(pool: asyncpg.Pool[asyncpg.Record]) -> None:
     print(decorate)  # noqa: T201
 
 
+async def with_decorators() -> None:
+    """Call handlers as they are, whichever way they were registered."""
+    assert_type(await count(StockCounted(1)), None)
+    assert_type(recount(StockRecounted(1), message), StockCounted)
+    assert_type(await reserve(OrderPlaced(1)), list[StockReserved])
+
+
 async def with_mistakes_in_handling(delivery: Delivery) -> None:
     """Be told of mistakes of the receiving half."""
-    router.on(42)  # type: ignore[arg-type]
+    router.on(42)  # type: ignore[call-overload]
+    router.on(OrderPlaced(42))  # type: ignore[call-overload]
+    router.on("order.placed", match="order.*")  # type: ignore[call-overload]
     router.add("order.placed", "reserve")  # type: ignore[arg-type]
-    router.on("order.placed", match="order.%")  # type: ignore[arg-type]
+    router.add(reserve, audit)  # type: ignore[arg-type]
     await delivery.nack(ValueError())  # type: ignore[arg-type]
     REGION.put(message, 42)  # type: ignore[arg-type]
     command_handler(reserve, source="/stock", naming="camel")  # type: ignore[arg-type]

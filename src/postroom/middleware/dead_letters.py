@@ -1,4 +1,4 @@
-"""The middleware that puts aside what failed too often or can never succeed."""
+"""The middleware that puts aside what failed too often or was rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..broker import describe
 from ..checks import check_count, check_methods
 from ..dead_letters import DeadLetters
 from ..deadline import off_the_clock
-from ..errors import CommitUnknownError, StoreError, is_hopeless, is_outage
+from ..errors import CommitUnknownError, StoreError, is_outage, is_rejection
 from ..message import Message
 from ..reporting import Reporter
 from .chain import NOTHING, Next
@@ -21,7 +21,7 @@ __all__ = ["DeadLetterMiddleware", "no_fault_of_the_message"]
 
 
 class DeadLetterMiddleware:
-    """Puts a message aside that has failed too often, or that can never succeed, and has it acknowledged then.
+    """Puts a message aside that has failed too often, or was rejected with `RejectError`, and has it acknowledged then.
 
     An error of the store is no fault of the message, and a transaction of which nobody knows whether it was committed
     is no failure: neither puts a message aside.
@@ -67,7 +67,7 @@ class DeadLetterMiddleware:
             return await call_next(message)
         except Exception as error:
             is_spent = message.attempt >= self._max_attempts and not is_outage(error)
-            if not is_hopeless(error) and not is_spent:
+            if not is_rejection(error) and not is_spent:
                 raise
             return await self._bury(message, describe(error), error)
 

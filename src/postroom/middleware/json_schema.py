@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ..decoding import plain
-from ..errors import ConfigurationError, DecodeError, MissingExtraError, RejectError
+from ..errors import ConfigurationError, DecodeError, MissingExtraError
 from ..message import Message
 from .chain import Next
 
@@ -23,7 +23,10 @@ __all__ = ["JSONSchemaMiddleware"]
 
 
 class JSONSchemaMiddleware:
-    """Rejects messages whose payload is not what the schema of their type says; types without one pass."""
+    """Fails messages whose payload breaks the JSON Schema of their type with `DecodeError`; types without one pass.
+
+    Such a message is redelivered like one that cannot be decoded: the next version of schema or sender may be right.
+    """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """Set up.
@@ -51,18 +54,18 @@ class JSONSchemaMiddleware:
             try:
                 value = plain(message.payload)
             except DecodeError:
-                raise RejectError(f"the payload of {message.type!r} is not JSON") from None
+                raise DecodeError(f"the payload of {message.type!r} is not JSON") from None
             try:
                 error = next(iter(validator.iter_errors(value)), None)
             except (RecursionError, ArithmeticError):
                 # It would fail each time; and what the validator says of it shows the payload.
-                raise RejectError(
+                raise DecodeError(
                     f"the payload of {message.type!r} is nested too deeply, or has numbers too large, to be checked"
                 ) from None
             if error is not None:
                 # The place in the schema: one in the payload would name its keys, and those are data too.
                 rule = "/".join(str(step) for step in error.absolute_schema_path)
-                raise RejectError(f"the payload of {message.type!r} breaks the rule #/{rule} of its schema")
+                raise DecodeError(f"the payload of {message.type!r} breaks the rule #/{rule} of its schema")
         return await call_next(message)
 
 

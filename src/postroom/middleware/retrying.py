@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 from ..checks import check_count, check_function
-from ..errors import CommitUnknownError, is_hopeless
+from ..errors import CommitUnknownError, DecodeError, RejectError, consists_of
 from ..message import Message
 from ..reporting import Reporter
 from ..retry import Backoff, Delay, guarded
@@ -21,8 +21,8 @@ __all__ = ["RetryMiddleware"]
 class RetryMiddleware:
     """Handles a message again that failed, a few times with a short wait; then the failure is the broker's.
 
-    It stands outside the transaction, so that every attempt has one of its own. What can never succeed is not tried
-    again, and neither is a transaction of which nobody knows whether it was committed.
+    It stands outside the transaction, so that every attempt has one of its own. What is rejected or
+    cannot be decoded is not tried again, and neither is a transaction of which nobody knows whether it was committed.
     """
 
     layer: ClassVar[int] = RETRY
@@ -54,7 +54,8 @@ class RetryMiddleware:
             try:
                 return await call_next(message)
             except self._on as error:
-                if isinstance(error, CommitUnknownError) or is_hopeless(error):
+                # A payload is decoded by the same code at once as now; later there may be a newer version.
+                if isinstance(error, CommitUnknownError) or consists_of(error, RejectError, DecodeError):
                     raise
                 await asyncio.sleep(self._backoff(failures).total_seconds())
         return await call_next(message)

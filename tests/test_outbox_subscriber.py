@@ -1,4 +1,4 @@
-"""The outbox as a stream of deliveries."""
+"""The outbox as a subscriber: a stream of deliveries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from postroom import ClaimTerms, Delivery, Outbox, Release, Settlement, events, source
+from postroom import ClaimTerms, Delivery, Dispatcher, Outbox, OutboxSubscriber, Release, Settlement, events
+from postroom.brokers import MemoryBroker
 from postroom.errors import SchemaMissingError, StoreUnavailableError
 from postroom.stores import MemoryStore, SQLiteStore
 from postroom.testing.waiting import until
@@ -30,7 +31,7 @@ async def test_an_acknowledged_delivery_is_recorded_when_ack_returns() -> None:
     """S1-30, S1-32, S0-49: ack marks the row as delivered, and has done so when it returns."""
     store = MemoryStore()
     add(store, 2)
-    async with source(store) as deliveries:
+    async with OutboxSubscriber(store) as deliveries:
         delivery = await anext(deliveries)
         await delivery.ack()
         assert statuses(store) == ["delivered", "processing"]
@@ -42,7 +43,7 @@ async def test_a_nacked_delivery_comes_again_after_its_delay() -> None:
     """S1-32, S1-36: nack leaves the message for later, with an attempt spent and a wait."""
     store, attempts = MemoryStore(), list[int]()
     add(store, 1)
-    async with source(store, poll_interval=10 * MS) as deliveries:
+    async with OutboxSubscriber(store, poll_interval=10 * MS) as deliveries:
         async for delivery in deliveries:
             attempts.append(delivery.message.attempt)
             if delivery.message.attempt == 3:
@@ -62,7 +63,7 @@ async def test_a_reader_gets_what_a_dispatcher_has_parked_and_everything_else() 
     await store.settle([Settlement(parked, Release(destination="t"))])
     seen: set[UUID] = set()
 
-    async with source(store, poll_interval=10 * MS) as deliveries, asyncio.timeout(60):
+    async with OutboxSubscriber(store, poll_interval=10 * MS) as deliveries, asyncio.timeout(60):
         async for delivery in deliveries:
             await delivery.ack()
             seen.add(delivery.message.id)
@@ -76,7 +77,7 @@ async def test_a_rejected_delivery_is_dead() -> None:
     """S2-04: the reader can say that a message will never succeed."""
     store = MemoryStore()
     add(store, 1)
-    async with source(store) as deliveries:
+    async with OutboxSubscriber(store) as deliveries:
         await (await anext(deliveries)).reject("no such customer")
 
     assert (store.rows[0].status, store.rows[0].error) == ("dead", "no such customer")
@@ -86,7 +87,7 @@ async def test_the_first_settlement_counts() -> None:
     """Ack after nack, or twice, does nothing more."""
     store = MemoryStore()
     add(store, 1)
-    async with source(store) as deliveries:
+    async with OutboxSubscriber(store) as deliveries:
         delivery = await anext(deliveries)
         await delivery.ack()
         await delivery.reject("too late")
@@ -99,7 +100,7 @@ async def test_rows_in_flight_are_not_emitted_again() -> None:
     """S1-35: a delivery that is still open is not handed out a second time, however long it takes."""
     store, lease = MemoryStore(), 150 * MS
     add(store, 1)
-    async with source(store, lease=lease, poll_interval=10 * MS) as deliveries:
+    async with OutboxSubscriber(store, lease=lease, poll_interval=10 * MS) as deliveries:
         delivery = await anext(deliveries)
         first = store.rows[0].locked_until
         assert first is not None
@@ -114,7 +115,7 @@ async def test_closing_ends_the_iteration_and_releases_what_is_open() -> None:
     """S1-30, S1-37: it ends cleanly; open deliveries go back, acknowledged ones are recorded."""
     store, seen = MemoryStore(), list[Delivery]()
     add(store, 3)
-    deliveries = source(store)
+    deliveries = OutboxSubscriber(store)
 
     async def read() -> None:
         async for delivery in deliveries:
@@ -132,12 +133,42 @@ async def test_closing_ends_the_iteration_and_releases_what_is_open() -> None:
     assert [row.message.attempt for row in store.rows if row.status == "pending"] == [0, 0]
 
 
+async def test_readers_of_one_outbox_compete() -> None:
+    """S1-35: each message goes to one of them."""
+    store = MemoryStore()
+    add(store, 20)
+    async with OutboxSubscriber(store, batch=10) as one, OutboxSubscriber(store, batch=10) as other:
+        seen = [[await asyncio.wait_for(anext(reader), 60) for _ in range(10)] for reader in (one, other)]
+        for deliveries in seen:
+            for delivery in deliveries:
+                await delivery.ack()
+
+    first, second = ({delivery.message.id for delivery in deliveries} for deliveries in seen)
+    assert first | second == {row.message.id for row in store.rows}
+    assert not first & second
+
+
+async def test_a_dispatcher_and_a_broker_take_every_message_to_every_group() -> None:
+    """What the page says for two services that both need every message."""
+    store, broker = MemoryStore(), MemoryBroker()
+    subscriptions = [broker.subscribe("t", group=group) for group in ("billing", "stock")]
+    add(store, 20)
+
+    await Dispatcher(store, broker).run(until_idle=True)
+
+    for subscription in subscriptions:
+        async with subscription as deliveries:
+            reader = aiter(deliveries)
+            seen = {(await asyncio.wait_for(anext(reader), 60)).message.id for _ in range(20)}
+        assert seen == {row.message.id for row in store.rows}
+
+
 async def test_messages_of_a_key_are_handed_out_one_after_the_other() -> None:
     """G6: the second of a key appears when the first is acknowledged."""
     store = MemoryStore()
     add(store, 3, key="k")
     numbers: list[bytes] = []
-    async with source(store) as deliveries:
+    async with OutboxSubscriber(store) as deliveries:
         for _ in range(3):
             delivery = await anext(deliveries)
             with pytest.raises(TimeoutError):
@@ -149,9 +180,9 @@ async def test_messages_of_a_key_are_handed_out_one_after_the_other() -> None:
 
 
 async def test_what_no_retry_can_mend_is_raised_to_the_reader(sqlite_path: str) -> None:
-    """S1-04: a source creates no tables; a missing schema is told to who reads."""
+    """S1-04: a subscriber creates no tables; a missing schema is raised to its reader."""
     store = SQLiteStore(sqlite_path)
-    deliveries = source(store)
+    deliveries = OutboxSubscriber(store)
 
     with pytest.raises(SchemaMissingError, match="postroom schema apply"):
         await anext(deliveries)
@@ -162,7 +193,7 @@ async def test_what_no_retry_can_mend_is_raised_to_the_reader(sqlite_path: str) 
 async def test_as_many_deliveries_may_be_open_as_the_batch_says() -> None:
     """S1-30: a reader may gather several before it acknowledges, also when they arrive one by one."""
     store = MemoryStore()
-    async with source(store, batch=10, poll_interval=5 * MS) as deliveries:
+    async with OutboxSubscriber(store, batch=10, poll_interval=5 * MS) as deliveries:
         gathered = list[Delivery]()
         for _ in range(10):
             add(store, 1)
@@ -176,7 +207,7 @@ async def test_as_many_deliveries_may_be_open_as_the_batch_says() -> None:
 async def test_a_delivery_that_a_cancelled_reader_missed_goes_to_the_next() -> None:
     """S1-30: a time limit around reading loses nothing."""
     store = MemoryStore()
-    async with source(store, poll_interval=5 * MS) as deliveries:
+    async with OutboxSubscriber(store, poll_interval=5 * MS) as deliveries:
         for number in range(50):
             reading = asyncio.ensure_future(anext(deliveries))
             add(store, 1)
@@ -197,7 +228,7 @@ async def test_nothing_is_handed_out_after_closing_and_a_late_ack_says_so() -> N
     """S1-37: what was released belongs to others again; an ack without effect is an error, not a promise."""
     store = MemoryStore()
     add(store, 3)
-    deliveries = source(store)
+    deliveries = OutboxSubscriber(store)
     delivery = await anext(deliveries)
     await deliveries.aclose()
 
@@ -208,7 +239,7 @@ async def test_nothing_is_handed_out_after_closing_and_a_late_ack_says_so() -> N
     assert statuses(store) == ["pending"] * 3
 
 
-async def test_an_open_suspect_does_not_keep_a_source_from_closing() -> None:
+async def test_an_open_suspect_does_not_keep_a_subscriber_from_closing() -> None:
     """S1-30: closing does not wait for the reader."""
     ahead = timedelta(0)
     store = MemoryStore(clock=lambda: datetime.now(UTC) + ahead)
@@ -216,7 +247,7 @@ async def test_an_open_suspect_does_not_keep_a_source_from_closing() -> None:
     for _ in range(3):
         await store.claim(1, ClaimTerms(worker=uuid4()))
         ahead += timedelta(minutes=1)
-    async with source(store) as deliveries:
+    async with OutboxSubscriber(store) as deliveries:
         assert (await anext(deliveries)).message.attempt == 4
 
     assert statuses(store) == ["pending"]
@@ -226,7 +257,7 @@ async def test_a_released_delivery_comes_again_while_others_are_held() -> None:
     """It does not wait for the rest of its batch."""
     store = MemoryStore()
     add(store, 2)
-    async with source(store, poll_interval=10 * MS) as deliveries:
+    async with OutboxSubscriber(store, poll_interval=10 * MS) as deliveries:
         one, two = await anext(deliveries), await anext(deliveries)
         await one.release()
 
@@ -241,7 +272,7 @@ async def test_who_gives_a_message_back_does_not_stop_its_topic() -> None:
     """G13: nothing is down, so no breaker opens, and the next comes at once."""
     store, seen = MemoryStore(), list[events.Event]()
     add(store, 3)
-    async with source(store, batch=1, poll_interval=10 * MS, listener=seen.append) as deliveries:
+    async with OutboxSubscriber(store, batch=1, poll_interval=10 * MS, listener=seen.append) as deliveries:
         async with asyncio.timeout(10):
             for _ in range(6):
                 await (await anext(deliveries)).release()

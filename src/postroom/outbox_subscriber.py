@@ -1,4 +1,4 @@
-"""The outbox as a stream: an async iterator of deliveries, each to be acknowledged by the reader."""
+"""The outbox as a subscriber: an async iterator of deliveries, each to be acknowledged by the reader."""
 
 from __future__ import annotations
 
@@ -19,15 +19,39 @@ from .message import Message
 from .retry import Delay
 from .store import OnDead, Outcome, Release, Settlement, Store
 
-__all__ = ["Delivery", "Source", "source"]
+__all__ = ["OutboxSubscriber"]
 
 _Key: TypeAlias = tuple[UUID, int]
 
-NOT_RECORDED = "the source was closed before this was recorded; the message will come again"
+NOT_RECORDED = "the subscriber was closed before this was recorded; the message will come again"
 
 
-class Source(AsyncIterator[Delivery]):
-    """Deliveries of a store's messages; leases are renewed while the reader holds them."""
+class OutboxSubscriber(AsyncIterator[Delivery]):
+    """Reads the messages of a store without a broker in between: a `Subscriber` for a `Consumer` or a loop of yours.
+
+    **Readers of one outbox compete.** Each message goes to one of them, whichever claims it first, and a `Dispatcher`
+    on the same namespace is one more reader; so several processes share the work, and two services that both need
+    every message must not both read it. For those, have one dispatcher publish the outbox to a broker, and give each
+    service a subscription of its own there: ``MemoryBroker.subscribe(…, group="billing")`` within a process.
+
+    A message that is held is leased to its reader, and the lease is renewed until it is settled. What is nacked comes
+    again after the backoff, and is dead after ``max_attempts``.
+
+    Example:
+        >>> import asyncio
+        >>> from postroom import Outbox, OutboxSubscriber
+        >>> from postroom.stores import MemoryStore
+        >>> store = MemoryStore()
+        >>> with store.transaction() as transaction:
+        ...     added = Outbox().add(transaction, {"order_id": 42}, topic="orders")
+        >>> async def main() -> None:
+        ...     async with OutboxSubscriber(store) as deliveries:
+        ...         delivery = await anext(deliveries)
+        ...         print(delivery.message.topic)
+        ...         await delivery.ack()
+        >>> asyncio.run(main())
+        orders
+    """
 
     #: A message that is dead may be redriven at any time.
     redelivery_horizon: timedelta | None = None
@@ -45,18 +69,18 @@ class Source(AsyncIterator[Delivery]):
         tenant_id: UUID | None = None,
         listener: events.Listener = events.log_event,
     ) -> None:
-        """Set up a source; it begins to claim when it is entered or first read.
+        """Set up a subscriber; it begins to claim messages when it is entered or first read.
 
         Args:
-            store: Where the messages are: a store, or its URL.
+            store: The store whose outbox is read, in its namespace, or its URL.
             batch: How many deliveries may be open at a time.
-            poll_interval: How long to wait at the most before looking for work.
-            lease: How long a claim holds; renewed while the delivery is open.
+            poll_interval: The longest wait before the store is asked for messages again.
+            lease: How long a claim holds; it is renewed while the delivery is open.
             max_attempts: After how many deliveries a nacked message is dead.
             backoff: How long a nacked message waits, by its number of attempts.
             on_dead: Whether a dead message holds back the later ones of its key.
-            tenant_id: Hand out messages of this tenant only.
-            listener: Is told every event; by default they are logged.
+            tenant_id: Read only the messages of this tenant.
+            listener: Called with every event; by default events are logged.
         """
         check_count("batch", batch)
         check_duration("lease", lease)
@@ -83,18 +107,18 @@ class Source(AsyncIterator[Delivery]):
         self._dispatcher.on_settled(self._settled)
 
     async def __aenter__(self) -> Self:
-        """Begin to claim."""
+        """Begin to claim messages."""
         self._start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop; what was not acknowledged is released."""
+        """Stop; deliveries that are still open are released."""
         await self.aclose()
 
     async def __anext__(self) -> Delivery:
-        """Return the next delivery; ends when the source is closed, raises what ended it."""
+        """Return the next delivery; end when the subscriber is closed, or raise the error that ended it."""
         running = self._start()
         if not running.done() and not self._ready.empty():
             return self._ready.get_nowait()  # without the two tasks that waiting takes
@@ -113,7 +137,7 @@ class Source(AsyncIterator[Delivery]):
         return ready.result()
 
     async def aclose(self) -> None:
-        """Stop claiming, record what was acknowledged, release the rest; to call it again does nothing."""
+        """Stop claiming, record what was acknowledged and release the rest; a second call does nothing."""
         await self._dispatcher.stop()
         if self._running is not None:
             await asyncio.wait({self._running})
@@ -125,7 +149,7 @@ class Source(AsyncIterator[Delivery]):
         return self._running
 
     def _ended(self, running: asyncio.Task[None]) -> None:
-        """Tell those who wait for their acknowledgement that it was not recorded."""
+        """Fail the acknowledgements that were not recorded."""
         for waiting in [future for futures in self._recorded.values() for future in futures]:
             waiting.set_exception(StoreUnavailableError(NOT_RECORDED))
             waiting.exception()  # the reader may have stopped waiting
@@ -139,7 +163,7 @@ class Source(AsyncIterator[Delivery]):
             if decided.done():
                 raise StoreUnavailableError(NOT_RECORDED)
             if isinstance(outcome, Release):
-                # Who gives something back does not care when that is recorded.
+                # When a release is recorded does not matter to the reader.
                 decided.set_result(outcome)
                 return
             recorded: asyncio.Future[None] = loop.create_future()
@@ -159,7 +183,3 @@ class Source(AsyncIterator[Delivery]):
                 futures.pop(0).set_result(None)
             if not futures:
                 self._recorded.pop((message.id, message.token), None)
-
-
-#: Reads better where it is called: ``async for delivery in source(store):``.
-source = Source
