@@ -139,24 +139,33 @@ async def test_a_middleware_in_between_may_try_again_with_a_claim_of_its_own(sho
     assert [type(event) for event in hand.heard] == [events.DuplicateSkipped]
 
 
-async def test_other_transactions_of_a_handler_leave_the_claim_alone(shop: Shop) -> None:
-    """S0-22: what a handler commits by itself does not mark its message."""
+async def test_other_transactions_leave_the_claim_alone(shop: Shop) -> None:
+    """S0-22: those of a middleware in between, and of a handler; what they commit does not mark the message."""
     box, handled = inbox(lease=timedelta(minutes=10)), message()
+    other, same = TransactionMiddleware(shop.also(shop.client)), TransactionMiddleware(shop.transactions)
+    marks: list[str] = []
+
+    async def write(_: Message) -> Sequence[Message]:
+        await current_pipeline(shop.client).incrby(shop.key("alone"), 1)
+        return []
+
+    async def between(received: Message, call_next: Next) -> Sequence[Message]:
+        await other(received, write)
+        marks.append(await mark(shop, box, handled))
+        return await call_next(received)
 
     async def handle(received: Message) -> Sequence[Message]:
-        async def alone(_: Message) -> Sequence[Message]:
-            await current_pipeline(shop.client).incrby(shop.key("alone"), 1)
-            return []
-
-        other = TransactionMiddleware(shop.also(shop.client))
-        await other(received, alone)
-        assert await mark(shop, box, handled) == "p"
+        await other(received, lambda again: same(again, write))
+        marks.append(await mark(shop, box, handled))
         raise ZeroDivisionError
 
-    outcome = await inbox_first(shop, box, handle).deliver(handled)
+    hand = inbox_first(shop, box, handle, between)
+    outcome = await hand.deliver(handled)
 
+    assert [type(error) for error in hand.errors] == [ZeroDivisionError]
     assert isinstance(outcome, Retry)
-    assert (await shop.client.get(shop.key("alone")), await mark(shop, box, handled)) == (b"1", "")
+    assert marks == ["p", "p"]
+    assert (await shop.client.get(shop.key("alone")), await mark(shop, box, handled)) == (b"2", "")
 
 
 async def test_a_message_handed_on_inside_a_transaction_is_not_marked_if_its_handler_fails(shop: Shop) -> None:
