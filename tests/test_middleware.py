@@ -40,9 +40,10 @@ from postroom.middleware import (
 )
 from postroom.middleware.chain import chained, check_order
 from postroom.middleware.json_schema import JSONSchemaMiddleware
-from postroom.middleware.layers import DEAD_LETTERS, INBOX, OUTBOX, RETRY, TRANSACTION
+from postroom.middleware.layers import CLAIM, DEAD_LETTERS, INBOX, OUTBOX, RETRY, TRANSACTION
 from postroom.middleware.observing import HandlerCrashedError
 from postroom.middleware.transactional import Transactional
+from postroom.stores.redis import RedisInbox, RedisTransactions
 
 MS = timedelta(milliseconds=1)
 NOW = datetime(2026, 11, 16, 12, tzinfo=UTC)
@@ -491,9 +492,52 @@ def test_orders_that_break_a_promise_are_refused_with_what_to_do(middlewares: li
         check_order(middlewares)
 
 
+REDIS = TransactionMiddleware(RedisTransactions("redis://localhost"))
+MARKS = InboxMiddleware(RedisInbox("stock"))
+LATE_MARKS = InboxMiddleware(RedisInbox("stock", mode="optimistic"))
+SQLITE = TransactionMiddleware("never-opened.db")
+
+
+@pytest.mark.parametrize(
+    "middlewares",
+    [
+        [MARKS, REDIS, OUT],
+        [REDIS, MARKS, OUT],
+        [REDIS, LATE_MARKS, OUT],
+        [FREE, LETTERS, AGAIN, FREE, MARKS, FREE, REDIS, FREE, OUT],
+    ],
+)
+def test_an_inbox_in_redis_stands_on_either_side_of_its_transaction(middlewares: list[Middleware]) -> None:
+    """S0-09, S0-10: the transaction completes what the inbox has claimed before it."""
+    check_order(middlewares)
+
+
+@pytest.mark.parametrize(
+    ("middlewares", "said"),
+    [
+        ([MARKS, SQLITE, OUT], "put TransactionMiddleware before it in the list.*only if that is in Redis"),
+        ([MARKS, OUT], "put TransactionMiddleware before it in the list"),
+        ([MARKS], "put TransactionMiddleware before it in the list"),
+        ([LATE_MARKS, REDIS, OUT], "put TransactionMiddleware before it in the list.*mode='pessimistic'"),
+        ([MARKS, STACK], "put TransactionMiddleware before it in the list, or use transactional"),
+        ([MARKS, REDIS, MARKS], "InboxMiddleware is there twice; leave one out"),
+        ([MARKS, MARKS, REDIS], "InboxMiddleware is there twice; leave one out"),
+        ([MARKS, AGAIN, REDIS], "RetryMiddleware stands inside InboxMiddleware; put it outside"),
+        ([MARKS, LETTERS, REDIS], "DeadLetterMiddleware stands inside InboxMiddleware; put it outside"),
+        ([MARKS, OUT, REDIS], "OutboxMiddleware needs a transaction around it"),
+    ],
+)
+def test_an_inbox_outside_of_a_transaction_that_cannot_complete_its_claim_is_refused(
+    middlewares: list[Middleware], said: str
+) -> None:
+    """S0-10, S1-06: in SQL the mark is a row of the transaction; two inboxes would take each other for a duplicate."""
+    with pytest.raises(MiddlewareOrderError, match=said):
+        check_order(middlewares)
+
+
 def test_places_rise_from_the_outermost_to_the_innermost() -> None:
     """S1-06: acking, transaction, inbox, outbox, handler."""
-    assert DEAD_LETTERS < RETRY < TRANSACTION < INBOX < OUTBOX
+    assert DEAD_LETTERS < RETRY < CLAIM < TRANSACTION < INBOX < OUTBOX
 
 
 async def test_a_chain_without_middlewares_is_the_handler() -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from contextvars import Context
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 from uuid import UUID, uuid4
 
 import pytest
@@ -34,7 +34,8 @@ from postroom.errors import (
 )
 from postroom.inbox import Inbox
 from postroom.middleware import InboxMiddleware, OutboxMiddleware, TransactionMiddleware, transactional
-from postroom.middleware.chain import Middleware
+from postroom.middleware.chain import Middleware, check_order
+from postroom.middleware.chain import connect as connect_middlewares
 from postroom.store import Dead, Delivered, Outcome, Release, Retry
 from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline
 from postroom.stores.redis.record import packed
@@ -42,12 +43,13 @@ from postroom.testing.cancelling import Moment, cuts
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
-from postroom.transaction import Transaction, in_transaction
+from postroom.transaction import Opening, Transaction, in_transaction
 
-from . import test_redis_transaction as transactions_of_redis
 from .test_redis_transaction import MODES, Shop, connect, shop_on, through_proxy
 
-shop = transactions_of_redis.shop
+#: In which order the middlewares stand, the first outermost: the transaction, or the inbox as the design has it.
+Order: TypeAlias = Literal["transaction_first", "inbox_first"]
+ORDERS: Final[Sequence[Order]] = get_args(Order)
 
 SHORT = timedelta(milliseconds=150)
 NEVER = timedelta(0)
@@ -58,16 +60,32 @@ def message(**parts: Any) -> Message:  # noqa: ANN401
     return Message(topic="orders", type="order.placed", payload=b"{}", attempt=1, **parts)
 
 
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest) -> Order:
+    chosen: Order = request.param
+    return chosen
+
+
+@pytest.fixture
+async def shop(valkey_server: ValkeyClient, order: Order) -> AsyncGenerator[Shop]:
+    """Keys that are this test's own, in a shop for each order of middlewares."""
+    async with shop_on(valkey_server.dsn, order=order) as shop:
+        yield shop
+
+
 class Worker:
     """Handles messages step by step, and may stop for ever at each of them."""
 
-    def __init__(self, transactions: RedisTransactions, inbox: Inbox) -> None:
+    def __init__(self, transactions: RedisTransactions, inbox: Inbox, order: str) -> None:
         self._transactions = transactions
         self._inbox = inbox
+        self._order = order
         self._open: list[AbstractAsyncContextManager[Transaction]] = []
 
     async def claim(self, claimed: Message) -> Transaction | None:
         """Begin to handle a message, if it was not handled before."""
+        if self._order == "inbox_first":
+            return await self._claim_first(claimed)
         block = self._transactions.begin()
         transaction = await block.__aenter__()
         try:
@@ -81,6 +99,14 @@ class Worker:
             return None
         self._open.append(block)
         return transaction
+
+    async def _claim_first(self, claimed: Message) -> Transaction | None:
+        claim = await self._transactions.claim(self._inbox, claimed)
+        if claim is None:
+            return None
+        block = self._transactions.begin(Opening(self._inbox, claimed, claim))
+        self._open.append(block)
+        return await block.__aenter__()
 
     async def commit(self) -> None:
         """End the block of the first message well."""
@@ -100,7 +126,7 @@ class Worker:
 @asynccontextmanager
 async def workers(shop: Shop, inbox: Inbox, count: int = 2) -> AsyncGenerator[list[Worker]]:
     """Give workers, as if each were a process; what they leave open stays as a crash leaves it."""
-    made = [Worker(shop.transactions, inbox) for _ in range(count)]
+    made = [Worker(shop.transactions, inbox, shop.order) for _ in range(count)]
     try:
         yield made
     finally:
@@ -453,19 +479,26 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from postroom import Message
-from postroom.stores.redis import RedisInbox, RedisTransactions
+from postroom.middleware import InboxMiddleware, TransactionMiddleware
+from postroom.middleware.chain import chained, check_order, connect
+from postroom.stores.redis import RedisInbox, RedisTransactions, current_pipeline
 from uuid import UUID
 from datetime import timedelta
 
-async def main(url, tag, consumer, identity, mode):
+async def main(url, tag, consumer, identity, mode, order):
     client = redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0))
-    transactions = RedisTransactions(client, tag=tag)
-    inbox = RedisInbox(consumer, lease=timedelta(seconds=5), mode=mode)
-    async with transactions.begin() as transaction:
-        await inbox.admit(transaction, Message(topic="orders", payload=b"", id=UUID(identity)))
-        await transaction.connection.incrby("{%s}:effect" % tag, 1)
+    transaction = TransactionMiddleware(RedisTransactions(client, tag=tag))
+    inbox = InboxMiddleware(RedisInbox(consumer, lease=timedelta(seconds=5), mode=mode))
+    stack = [inbox, transaction] if order == "inbox_first" else [transaction, inbox]
+
+    async def handle(message):
+        await current_pipeline(client).incrby("{%s}:effect" % tag, 1)
         print("claimed", flush=True)
         await asyncio.sleep(60)
+
+    check_order(stack)
+    connect(stack)
+    await chained(stack, handle)(Message(topic="orders", payload=b"", id=UUID(identity)))
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -473,7 +506,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 async def crash_with(shop: Shop, box: RedisInbox, handled: Message, mode: str) -> None:
     """Have a process claim a message, and kill it in its handler."""
-    words = (shop.url, shop.tag, box.consumer, str(handled.id), mode)
+    words = (shop.url, shop.tag, box.consumer, str(handled.id), mode, shop.order)
     victim = await asyncio.create_subprocess_exec(sys.executable, "-c", VICTIM, *words, stdout=asyncio.subprocess.PIPE)
     assert victim.stdout is not None
     assert await victim.stdout.readline() == b"claimed\n"
@@ -599,9 +632,11 @@ async def test_a_crash_between_commit_and_ack_is_a_duplicate_then(shop: Shop) ->
     assert [type(event) for event in hand.heard] == [events.DuplicateSkipped]
 
 
-async def test_a_server_that_crashes_has_effect_mark_and_event_together_or_none(private_valkey: ValkeyServer) -> None:
+async def test_a_server_that_crashes_has_effect_mark_and_event_together_or_none(
+    private_valkey: ValkeyServer, order: Order
+) -> None:
     """S0-59, reliability 3.2: what the log of the server gives back is a prefix of whole commits."""
-    async with shop_on(private_valkey.dsn) as shop:
+    async with shop_on(private_valkey.dsn, order=order) as shop:
         await shop.client.config_set("appendfsync", "always")
         box, done, open_ = inbox(lease=timedelta(seconds=5)), message(), message()
         async with workers(shop, box) as (worker, other):
@@ -620,9 +655,11 @@ async def test_a_server_that_crashes_has_effect_mark_and_event_together_or_none(
             assert await worker.claim(open_) is not None
 
 
-async def test_without_the_server_nothing_is_handled_and_nothing_acknowledged(private_valkey: ValkeyServer) -> None:
+async def test_without_the_server_nothing_is_handled_and_nothing_acknowledged(
+    private_valkey: ValkeyServer, order: Order
+) -> None:
     """S0-36: the mark fails closed, at no cost for the message."""
-    async with shop_on(private_valkey.dsn) as shop:
+    async with shop_on(private_valkey.dsn, order=order) as shop:
         hand = handled_by(shop, inbox(), counting(shop))
         private_valkey.kill9()
 
@@ -633,9 +670,11 @@ async def test_without_the_server_nothing_is_handled_and_nothing_acknowledged(pr
         assert hand.calls == 0
 
 
-async def test_a_server_without_memory_or_scripts_is_no_fault_of_the_message(private_valkey: ValkeyServer) -> None:
+async def test_a_server_without_memory_or_scripts_is_no_fault_of_the_message(
+    private_valkey: ValkeyServer, order: Order
+) -> None:
     """S0-36: OOM at the mark; then NOSCRIPT, which is none."""
-    async with shop_on(private_valkey.dsn) as shop:
+    async with shop_on(private_valkey.dsn, order=order) as shop:
         box, handled = inbox(), message()
         hand = handled_by(shop, box, counting(shop))
         await shop.client.config_set("maxmemory", "1")
@@ -794,6 +833,8 @@ class Hand:
             return outputs
 
         subscriber = MemoryBroker().subscribe("orders", group="stock")
+        check_order(middlewares)
+        connect_middlewares(middlewares)  # as a consumer does when it starts
         self._consumer = Consumer(subscriber, router, watch, *middlewares, listener=lambda _: None)
         self.chain = self._consumer._chain  # noqa: SLF001 -- what handles without an ack
         router.start()
@@ -812,16 +853,20 @@ class Hand:
         return outcome
 
 
+def ordered(shop: Shop, transaction: TransactionMiddleware, inbox: InboxMiddleware) -> tuple[Middleware, Middleware]:
+    """Return the outer and the inner of two middlewares."""
+    is_inbox_first = shop.order == "inbox_first" and inbox.can_claim_first
+    return (inbox, transaction) if is_inbox_first else (transaction, inbox)
+
+
 def handled_by(
     shop: Shop, box: Inbox, work: Callable[[Message], Any], transactions: RedisTransactions | None = None
 ) -> Hand:
     heard: list[events.Event] = []
-    hand = Hand(
-        work,
-        TransactionMiddleware(transactions or shop.transactions),
-        InboxMiddleware(box, listener=heard.append),
-        OutboxMiddleware(Outbox(namespace=shop.tag)),
+    outer, inner = ordered(
+        shop, TransactionMiddleware(transactions or shop.transactions), InboxMiddleware(box, listener=heard.append)
     )
+    hand = Hand(work, outer, inner, OutboxMiddleware(Outbox(namespace=shop.tag)))
     hand.heard = heard
     return hand
 

@@ -32,9 +32,10 @@ from postroom import (
     transactional,
 )
 from postroom.brokers import MemoryBroker
-from postroom.errors import EncodeError, InvalidNameError, NoTransactionError, StoreError
+from postroom.errors import ConfigurationError, EncodeError, InvalidNameError, NoTransactionError, StoreError
 from postroom.middleware import OutboxMiddleware, TransactionMiddleware
 from postroom.stores.redis import current_pipeline
+from postroom.stores.redis.commands import slot_of
 from postroom.stores.redis.stream import RedisStreamStore
 from postroom.stores.redis.stream_outbox import StreamOutbox
 from postroom.testing.clients import ValkeyClient
@@ -93,6 +94,83 @@ def test_a_stream_that_cannot_be_named_is_refused_at_construction() -> None:
             RedisStreamStore("redis://localhost", **wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidNameError):
         StreamOutbox(table="")
+
+
+@pytest.mark.parametrize("name", ["outbox:events", "{shop}:events", "events:{shop}"])
+async def test_a_stream_may_have_a_name_of_its_own(client: Foreign, name: str) -> None:
+    """S0-41, S0-48: what is added, claimed and dead is there, in one slot of a cluster; the key by default is not."""
+    stream = f"{uuid4().hex}-{name}"
+    store = RedisStreamStore(client, namespace="shop", stream=stream)
+    await store.outbox().add(client, [numbered(1), numbered(2)])
+    added = await client.xlen(stream)
+    one, two = await store.claim(10, TERMS)
+    await store.settle([Settlement(one, Delivered()), Settlement(two, Dead("never"))])
+
+    keys = [key async for key in client.scan_iter(f"*{stream}*", count=1000)]
+
+    assert (store.outbox().stream, added) == (stream, 2)
+    assert await client.xlen(f"{stream}:dead" if "{" in stream else f"{{{stream}}}:dead") == 1
+    assert {slot_of(key) for key in keys} == {slot_of(stream.encode())}
+    assert len(keys) > 2
+
+
+@pytest.mark.parametrize("name", ["", "a{}b", "a{b", "a}b{", "{a}{b}", "two\nlines", "x" * 101])
+def test_a_stream_whose_keys_could_not_be_in_one_slot_is_refused(name: str) -> None:
+    """S0-41: by the store and by its outbox."""
+    for make in (lambda: RedisStreamStore("redis://localhost", stream=name), lambda: StreamOutbox(stream=name)):
+        with pytest.raises(InvalidNameError, match="cannot name a stream"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"batch": 0}, "batch=0 must be at least 1 and at most 500"),
+        ({"batch": 501}, "batch=501 must be at least 1 and at most 500"),
+        ({"batch": 2.5}, "batch=2.5 must be an int"),
+        ({"block": timedelta(0)}, "block=0:00:00 must be at least 0:00:00.001000 and at most timeout=0:00:10"),
+        ({"block": timedelta(seconds=2), "timeout": timedelta(seconds=1)}, "block=0:00:02 .*at most timeout=0:00:01"),
+        ({"block": 5}, "block=5 must be a timedelta"),
+        ({"claim_interval": -MS}, "claim_interval=.* must be at least 0:00:00"),
+        ({"claim_interval": 30}, "claim_interval=30 must be a timedelta"),
+        ({"min_idle": timedelta(0)}, "min_idle=0:00:00 must be at least 0:00:00.001000"),
+        ({"min_idle": 60}, "min_idle=60 must be a timedelta"),
+    ],
+)
+def test_settings_of_a_stream_that_cannot_work_are_refused_by_name(wrong: dict[str, Foreign], said: str) -> None:
+    """S0-48: at construction, with what is possible."""
+    with pytest.raises(ConfigurationError, match=said):
+        RedisStreamStore("redis://localhost", **wrong)
+
+
+async def test_a_claim_takes_a_batch_at_the_most(client: Foreign) -> None:
+    """S0-48: however many a dispatcher asks for."""
+    store = RedisStreamStore(client, table=f"test-{uuid4().hex}", batch=3)
+    await store.outbox().add(client, [numbered(number) for number in range(7)])
+
+    sizes = [len(await store.claim(100, TERMS)) for _ in range(4)]
+
+    assert sizes == [3, 3, 1, 0]
+
+
+@pytest.mark.parametrize(("options", "milliseconds"), [({}, "1000"), ({"block": timedelta(seconds=2.5)}, "2500")])
+async def test_a_listener_blocks_for_as_long_as_the_store_says(
+    client: Foreign, options: dict[str, Foreign], milliseconds: str
+) -> None:
+    """S0-48: the server sees it in the command."""
+    store = RedisStreamStore(client, table=f"test-{uuid4().hex}", **options)
+    async with client.monitor() as monitor:
+        listening = asyncio.create_task(store.listen(lambda: None))
+        try:
+            async for seen in monitor.listen():
+                words = seen["command"].split()
+                if words[0] == "XREAD" and key(store) in words:
+                    break
+        finally:
+            listening.cancel()
+            await asyncio.wait({listening})
+
+    assert words[words.index("BLOCK") + 1] == milliseconds
 
 
 async def test_a_message_is_written_with_fields_that_others_can_read(client: Foreign, store: RedisStreamStore) -> None:

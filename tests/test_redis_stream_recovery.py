@@ -341,6 +341,52 @@ async def test_what_somebody_read_by_hand_is_taken_over_after_a_minute(place: Pl
     assert numbers(await store.claim(10, terms())) == [1]
 
 
+async def test_what_somebody_read_by_hand_is_taken_over_after_the_idle_time_of_the_store(place: Place) -> None:
+    """S0-48, S0-52: shorter or longer than a minute, and by claims and sweeps alike."""
+    await place.add(1)
+    short, long = place.store(min_idle=timedelta(seconds=10)), place.store(min_idle=timedelta(hours=1))
+    await short.open()
+    await place.client.xreadgroup(GROUP, "somebody", {place.key(): ">"})
+    await short.sweep(terms())
+    early = await short.claim(10, terms())
+    await place.age(timedelta(seconds=11))
+    patient = await long.claim(10, terms()), await long.sweep(terms(max_attempts=1))
+    await place.age(timedelta(seconds=1))
+
+    assert (early, patient) == ([], ([], 0))
+    assert numbers(await short.claim(10, terms())) == [1]
+
+
+async def test_an_idle_time_lengthens_a_lease_and_never_shortens_it(place: Place) -> None:
+    """S0-48: G4: a message that is leased stays with its worker, whatever another store says."""
+    await place.add(1)
+    hasty, patient = place.store(min_idle=timedelta(seconds=1)), place.store(min_idle=timedelta(minutes=5))
+    await place.store().claim(10, terms())
+    await place.age(timedelta(seconds=29))
+    early = await hasty.claim(10, terms())
+    await place.age(timedelta(seconds=2))
+    late = await patient.claim(10, terms()), await patient.sweep(terms(max_attempts=1))
+    await place.age(timedelta(minutes=5))
+
+    assert (early, late) == ([], ([], 0))
+    assert numbers(await patient.claim(10, terms())) == [1]
+
+
+async def test_left_entries_are_looked_for_once_in_an_interval(place: Place) -> None:
+    """S0-48, S0-52: new entries come all the same; the first claim looks at once."""
+    await place.add(1)
+    await place.store().claim(10, terms())
+    await place.age(timedelta(minutes=1))
+    rare, always = place.store(claim_interval=timedelta(hours=1)), place.store()
+    first = await rare.claim(10, terms())
+    await place.age(timedelta(minutes=1))
+    await place.add(2)
+    second, third = await rare.claim(10, terms()), await rare.claim(10, terms())
+
+    assert (numbers(first), numbers(second), third) == ([1], [2], [])
+    assert numbers(await always.claim(10, terms())) == [1]
+
+
 async def test_what_waits_for_its_next_try_is_not_taken_for_left_behind(place: Place) -> None:
     """S0-53, S0-57: a sweep that comes upon it does not cut its backoff short."""
     await place.add(1)

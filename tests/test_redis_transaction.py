@@ -62,8 +62,10 @@ def connect(url: str, **options: Any) -> Any:  # noqa: ANN401
 class Shop:
     """Keys of one test on a server, transactions on them, and what became of them."""
 
-    def __init__(self, url: str, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, url: str, *, order: str = "transaction_first", **options: Any) -> None:  # noqa: ANN401
         self.url = url
+        #: In which order inbox and transaction stand, where that matters.
+        self.order = order
         self.client = connect(url)
         self.tag = f"shop-{uuid4().hex}"
         self.heard: list[events.Event] = []

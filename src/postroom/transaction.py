@@ -7,7 +7,7 @@ import contextlib
 import importlib
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from .errors import NoTransactionError, TransactionClosedError
 from .message import Message
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .inbox import Inbox
 
 __all__ = [
+    "ClaimState",
+    "ClaimingTransactions",
+    "InboxClaim",
     "Opening",
     "Transaction",
     "Transactions",
@@ -23,10 +26,13 @@ __all__ = [
     "current_transaction",
     "enter",
     "entered",
+    "hand_over",
+    "handed_over",
     "in_transaction",
     "leave",
     "required_transaction",
     "running_on",
+    "take_back",
     "transactions_of",
 ]
 
@@ -34,13 +40,39 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 _current: ContextVar[Transaction | None] = ContextVar("postroom_transaction", default=None)
+#: What an inbox hands over to the transaction that opens inside of it, and who opens that.
+_handed_over: ContextVar[tuple[Transactions, Opening] | None] = ContextVar("postroom_handed_over", default=None)
+
+
+#: How far a claim is: held by its inbox, taken over by a transaction, given up when that was rolled back, done when it
+#: was committed; or a duplicate, if the message was claimed again and another worker had handled it by then.
+ClaimState: TypeAlias = Literal["held", "taken", "given_up", "done", "duplicate"]
+
+
+class InboxClaim(Protocol):
+    """A message that an inbox has claimed before its transaction begins.
+
+    The transaction that is opened with it takes it over: a commit marks the message as handled in the same step, a
+    rollback gives the claim up. Opened once more, after contention, it claims the message again.
+    """
+
+    state: ClaimState
+
+    async def take(self) -> Transaction:
+        """Return the transaction that completes the claim, which is claimed again if it was given up."""
+        ...
+
+    async def give_up(self) -> None:
+        """Let the message be handled again at once, unless a transaction has taken it over."""
+        ...
 
 
 class Opening(NamedTuple):
-    """What a transaction is opened for: a message that its inbox has to mark first."""
+    """What a transaction is opened for: a message that its inbox has to mark first, or has claimed already."""
 
     inbox: Inbox
     message: Message
+    claim: InboxClaim | None = None
 
 
 class Transaction:
@@ -120,6 +152,39 @@ class Transactions(Protocol):
     def savepoint(self, transaction: Transaction) -> contextlib.AbstractAsyncContextManager[None]:
         """Make what happens in the block undone alone, if it fails."""
         ...
+
+
+@runtime_checkable
+class ClaimingTransactions(Transactions, Protocol):
+    """Transactions that complete what an inbox has claimed before they begin: those of Redis."""
+
+    async def claim(self, inbox: Inbox, message: Message) -> InboxClaim | None:
+        """Claim a message; return None if it was handled before.
+
+        Raises:
+            MessageBusyError: Another worker handles it.
+            StoreError: The server refused, or no answer came.
+        """
+        ...
+
+
+def hand_over(transactions: Transactions, opening: Opening) -> Token[tuple[Transactions, Opening] | None]:
+    """Have the next of these transactions opened with a claim, until `take_back`."""
+    return _handed_over.set((transactions, opening))
+
+
+def handed_over(transactions: Transactions) -> Opening | None:
+    """Return what these transactions have to be opened with; None if there is no claim that one could take over."""
+    handed = _handed_over.get()
+    if handed is None or handed[0] is not transactions:
+        return None
+    claim = handed[1].claim
+    return handed[1] if claim is not None and claim.state in {"held", "given_up"} else None
+
+
+def take_back(token: Token[tuple[Transactions, Opening] | None]) -> None:
+    """Hand nothing over any more."""
+    _handed_over.reset(token)
 
 
 def current_transaction() -> Transaction:

@@ -8,7 +8,8 @@ from typing import Final, TypeAlias
 
 from ..errors import MiddlewareOrderError
 from ..message import Message
-from .layers import DEAD_LETTERS, INBOX, OUTBOX, RETRY, TRANSACTION
+from ..transaction import ClaimingTransactions
+from .layers import CLAIM, DEAD_LETTERS, INBOX, OUTBOX, RETRY, TRANSACTION
 
 __all__ = ["NOTHING", "Middleware", "Next", "chained", "check_order", "connect", "limit_transactions"]
 
@@ -27,10 +28,14 @@ NOTHING: Final[Sequence[Message]] = ()
 _REASONS: Final = {
     DEAD_LETTERS: "since what it puts aside must stay when the transaction is rolled back",
     RETRY: "since a transaction that failed cannot be used again",
+    CLAIM: "since the transaction inside of it completes its claim",
     TRANSACTION: "since what stands outside is not part of it",
     INBOX: "since a message that was handled must not lead to outputs again",
     OUTBOX: "since outputs belong to the transaction",
 }
+_ONLY_REDIS: Final = (
+    "; an inbox may stand outside of its transaction only if that is in Redis and mode='pessimistic', the default"
+)
 
 
 def chained(middlewares: Sequence[Middleware], handler: Next) -> Next:
@@ -59,15 +64,17 @@ def check_order(middlewares: Sequence[Middleware], *, is_manual: bool = False) -
 
     A middleware that depends on its place has a ``layer``, which rises from the outermost to the innermost. ``needs``
     says which other layer must be around it, and ``holds`` which ones it does the work of. All others may stand
-    anywhere.
+    anywhere. An inbox may stand outside of a transaction that completes what it claims, as those of Redis do.
 
     Raises:
         MiddlewareOrderError: They cannot; it says which to move or to leave out.
     """
     seen: dict[int, Middleware] = {}
-    for middleware in middlewares:
+    for place, middleware in enumerate(middlewares):
         layer: int | None = getattr(middleware, "layer", None)
         if layer is not None:
+            is_claiming = TRANSACTION not in seen and _completing(middleware, middlewares[place + 1 :]) is not None
+            layer = CLAIM if is_claiming else layer
             _check(middleware, layer, seen)
             holds: Sequence[int] = getattr(middleware, "holds", (layer,))
             seen.update(dict.fromkeys(holds, middleware))
@@ -79,26 +86,42 @@ def check_order(middlewares: Sequence[Middleware], *, is_manual: bool = False) -
 
 
 def connect(middlewares: Sequence[Middleware]) -> None:
-    """Give each middleware that has ``run_on(transactions)`` the ``transactions`` of the one around it."""
+    """Give each middleware that has ``run_on(transactions)`` the ``transactions`` of the one around it.
+
+    An inbox that stands outside of its transaction gets those that complete its claims, by ``claim_on(transactions)``.
+    """
     transactions: object = None
-    for middleware in middlewares:
+    for place, middleware in enumerate(middlewares):
         transactions = getattr(middleware, "transactions", transactions)
         run_on: Callable[[object], None] | None = getattr(middleware, "run_on", None)
         if run_on is not None and transactions is not None:
             run_on(transactions)
+        elif (completing := _completing(middleware, middlewares[place + 1 :])) is not None:
+            claim_on: Callable[[ClaimingTransactions], None] = getattr(middleware, "claim_on")  # noqa: B009
+            claim_on(completing)
+
+
+def _completing(middleware: Middleware, inside: Sequence[Middleware]) -> ClaimingTransactions | None:
+    """Return the transactions that complete what a middleware claims before they begin, None if there are none."""
+    if not getattr(middleware, "can_claim_first", False):
+        return None
+    opened = (getattr(other, "transactions", None) for other in inside)
+    first = next((transactions for transactions in opened if transactions is not None), None)
+    return first if isinstance(first, ClaimingTransactions) else None
 
 
 def _check(middleware: Middleware, layer: int, seen: dict[int, Middleware]) -> None:
     """Hold a middleware against those around it, by their layers."""
     name = _named(middleware)
-    needs: int | None = getattr(middleware, "needs", None)
+    needs: int | None = None if layer == CLAIM else getattr(middleware, "needs", None)
     if needs is not None and needs not in seen:
         raise MiddlewareOrderError(
             f"{name} needs a transaction around it; put TransactionMiddleware before it in the list, "
-            "or use transactional()"
+            f"or use transactional(){_ONLY_REDIS if layer == INBOX else ''}"
         )
-    if layer in seen:
-        other = _named(seen[layer])
+    same = CLAIM if layer == INBOX and CLAIM in seen else layer
+    if same in seen:
+        other = _named(seen[same])
         raise MiddlewareOrderError(
             f"{name} is there twice; leave one out"
             if other == name

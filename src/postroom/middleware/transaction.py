@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..inbox import Inbox
 from ..message import Message
-from ..transaction import Opening, Transaction, Transactions, enter, in_transaction, leave, transactions_of
+from ..transaction import Opening, Transaction, Transactions, enter, handed_over, in_transaction, leave, transactions_of
 from .chain import NOTHING, Next
 from .layers import TRANSACTION
 
@@ -94,14 +94,12 @@ class TransactionMiddleware:
     async def _once(self, message: Message, call_next: Next) -> Sequence[Message]:
         transaction: Transaction | None = None
         is_ending = False
-        # A broker may have no id, which the inbox tells.
-        has_id = isinstance(message.id, UUID)  # pyright: ignore[reportUnnecessaryIsInstance]
-        opening = Opening(self._inbox, message) if self._inbox is not None and has_id else None
+        opening = handed_over(self.transactions) or self._opening(message)
         work = clock.get()
         work.wait()
         try:
             async with self.transactions.begin(opening) as transaction:
-                outputs = await _timed(work, transaction, message, call_next)
+                outputs = NOTHING if _is_duplicate(opening) else await _timed(work, transaction, message, call_next)
                 is_ending = True
         except AlreadyHandledError as error:
             if error.transaction is not transaction:
@@ -117,6 +115,11 @@ class TransactionMiddleware:
         if self._losses:
             self._losses.pop(message.id, None)
         return outputs
+
+    def _opening(self, message: Message) -> Opening | None:
+        # A broker may have no id, which the inbox tells.
+        has_id = isinstance(message.id, UUID)  # pyright: ignore[reportUnnecessaryIsInstance]
+        return Opening(self._inbox, message) if self._inbox is not None and has_id else None
 
     def _is_outage(
         self, error: StoreError | CommitUnknownError, transaction: Transaction | None, message: Message
@@ -157,6 +160,11 @@ class TransactionMiddleware:
         except AlreadyHandledError as error:
             # To roll back all would undo what is not this message's; from the start again, it is known to be handled.
             raise StoreContentionError(str(error)) from error
+
+
+def _is_duplicate(opening: Opening | None) -> bool:
+    """Tell whether another worker has handled the message after its claim was given up."""
+    return opening is not None and opening.claim is not None and opening.claim.state == "duplicate"
 
 
 async def _timed(work: Untimed, transaction: Transaction, message: Message, call_next: Next) -> Sequence[Message]:

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 from ..errors import ConfigurationError
 from ..handler import Handler
 from ..message import Message
-from ..middleware.chain import Middleware, check_order
+from ..middleware.chain import Middleware, check_order, connect
 from ..middleware.transactional import transactional
 from ..router import Router
 from ..store import Delivered
@@ -66,6 +66,7 @@ async def check_idempotency(  # noqa: PLR0913 -- one keyword for each choice a u
         raise ConfigurationError("check_idempotency() needs messages to deliver")
     around = (transactional(store, consumer="idempotency-check"),) if middlewares is None else tuple(middlewares)
     check_order(around)
+    connect(around)
     router = handler if isinstance(handler, Router) else _router(handler, messages)
     stage = Stage(router, messages, around, store, state, reset, output or _output, timeout)
     opened = await store.open()

@@ -18,7 +18,7 @@ from .profile import Profile
 from .scripts import alone
 from .transactions import RedisTransactions
 
-__all__ = ["AT_ONCE", "SUSPECTS_EVERY", "TIMEOUT", "WEEK", "StoreInRedis"]
+__all__ = ["AT_ONCE", "SUSPECTS_EVERY", "TIMEOUT", "WEEK", "StoreInRedis", "check_range"]
 
 WEEK: Final = timedelta(days=7)
 TIMEOUT: Final = timedelta(seconds=10)
@@ -136,3 +136,13 @@ class StoreInRedis(ABC):
     @abstractmethod
     async def _settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Settle claims; whether that is safe is asked afterwards."""
+
+
+def check_range(name: str, value: Any, least: Any, most: Any = None, limit: str = "") -> None:  # noqa: ANN401
+    """Refuse an argument that is out of range: numbers or durations, as the bounds are."""
+    kind = type(least)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r} must be {'a timedelta' if kind is timedelta else 'an int'}")
+    if value < least or (most is not None and value > most):
+        upper = "" if most is None else f" and at most {f'{limit}=' if limit else ''}{most}"
+        raise ConfigurationError(f"{name}={value} must be at least {least}{upper}")

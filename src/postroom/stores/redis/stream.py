@@ -14,7 +14,7 @@ from uuid import uuid4
 from ...errors import DecodeError, InvalidNameError, StoreError, StoreTimeoutError
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
-from .base import AT_ONCE, SUSPECTS_EVERY, TIMEOUT, StoreInRedis
+from .base import AT_ONCE, SUSPECTS_EVERY, TIMEOUT, StoreInRedis, check_range
 from .profile import Profile
 from .record import clipped
 from .stream_keys import StreamKeys
@@ -27,8 +27,7 @@ __all__ = ["RedisStreamStore", "StreamClaim"]
 FORGET_NAMES: Final = timedelta(hours=1)
 #: How many new entries a claim that is bounded by bytes reads before it knows their size.
 FEW: Final = 8
-#: How long one call waits for new entries, and how long a listener rests after one, so that a load does not hold it up.
-BLOCK: Final = timedelta(seconds=1)
+#: How long a listener rests after new entries have come, so that a load does not hold it up.
 REST: Final = 0.02
 _MICROSECOND: Final = timedelta(microseconds=1)
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -63,8 +62,13 @@ class RedisStreamStore(StoreInRedis):
         *,
         namespace: str = DEFAULT_NAMESPACE,
         table: str = "postroom_stream",
+        stream: str | None = None,
         group: str = "outbox-publisher",
         consumer: str | None = None,
+        batch: int = AT_ONCE,
+        block: timedelta = timedelta(seconds=1),
+        claim_interval: timedelta = timedelta(0),
+        min_idle: timedelta | None = None,
         keep_delivered: timedelta = timedelta(0),
         marshal: Marshal | None = None,
         unmarshal: Unmarshal | None = None,
@@ -78,9 +82,18 @@ class RedisStreamStore(StoreInRedis):
             server: A URL or a client, as for `RedisStore`.
             namespace: Whose messages these are; all of them are in one slot of a cluster.
             table: What the key of the stream begins with: ``<table>:{<namespace>}:stream``.
+            stream: The key of the stream, if it is to have a name of its own. In a cluster it needs the braces of the
+                namespace, ``{<namespace>}:events``, to be written in the transactions of handlers.
             group: The consumer group; made when it is not there, from the first entry on.
             consumer: Who reads, by default this host, process and object. A name that outlives the process takes over
                 at once what that held; two that run at the same time under one name do so from each other.
+            batch: How many entries one claim takes at the most, 1 to 500, however many a dispatcher asks for.
+            block: How long one XREAD waits for new entries to come.
+            claim_interval: How often entries are looked for that another worker has read and did not settle in time;
+                zero looks at every claim, which costs next to nothing.
+            min_idle: How long an entry that another worker has read must be idle before it is taken over. By default
+                that is as long as the worker's lease, and a minute if the worker is not one of postroom's. It may
+                lengthen a lease, and never shortens one.
             keep_delivered: How long it is known which messages were delivered; what they said is deleted at once.
             marshal: Turns a message into the fields of an entry, for `outbox`.
             unmarshal: Turns the fields of an entry into a message; the same fields must always bring the same id.
@@ -90,13 +103,18 @@ class RedisStreamStore(StoreInRedis):
 
         Raises:
             InvalidNameError: There can be no stream, group or consumer of that name.
-            ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
-                profile.
+            ConfigurationError: The client repeats commands by itself, or turns bytes into texts; there is no such
+                profile; or a number or duration is out of range.
         """
+        check_range("batch", batch, 1, AT_ONCE)
+        check_range("block", block, _MILLISECOND, timeout, "timeout")
+        check_range("claim_interval", claim_interval, timedelta(0))
+        if min_idle is not None:
+            check_range("min_idle", min_idle, _MILLISECOND)
         for kind, name in (("group", group), ("consumer", consumer)):
             if name is not None and (not is_namespace(name) or "|" in name):
                 raise InvalidNameError(kind, name, "1 to 100 printable characters without a |")
-        self._keys = StreamKeys(table, namespace)
+        self._keys = StreamKeys(table, namespace, stream)
         super().__init__(
             server,
             namespace=namespace,
@@ -112,6 +130,13 @@ class RedisStreamStore(StoreInRedis):
         )
         self.consumer: str = consumer or f"{socket.gethostname()[:50]}-{os.getpid()}-{uuid4().hex}"
         self._group = group
+        self._stream = stream
+        self._batch = batch
+        self._block = block
+        self._claim_interval = claim_interval.total_seconds()
+        self._min_idle: int | str = "" if min_idle is None else min_idle // _MILLISECOND
+        #: When the next claim looks for entries that other workers have left.
+        self._next_look = 0.0
         self._marshal = marshal
         self._unmarshal = unmarshal
         #: Tells this object from an earlier one of the same name, whose claims are to be taken over.
@@ -124,7 +149,9 @@ class RedisStreamStore(StoreInRedis):
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> StreamOutbox:
         """Return what adds messages to this store."""
-        return StreamOutbox(namespace=self.namespace, table=self._table, marshal=self._marshal, wake=wake)
+        return StreamOutbox(
+            namespace=self.namespace, table=self._table, stream=self._stream, marshal=self._marshal, wake=wake
+        )
 
     async def _prepare(self) -> None:
         """Make the group if it is not there."""
@@ -150,7 +177,7 @@ class RedisStreamStore(StoreInRedis):
 
     async def _look(self, limit: int, terms: ClaimTerms, since: bytes) -> tuple[bytes, list[Claim]]:
         """Lease what was read before, then what is new; return where to look on if there was too much, and claims."""
-        size, lease = min(limit, AT_ONCE), max(terms.lease // _MILLISECOND, 1)
+        size, lease = min(limit, self._batch), max(terms.lease // _MILLISECOND, 1)
         name = f"{self.consumer}|{self._incarnation}|{terms.worker.hex}|{lease}"
         tenant = b"" if terms.tenant_id is None else terms.tenant_id.bytes
         before, turn = "" if self._has_claimed else f"{self.consumer}|", int(self._turn % SUSPECTS_EVERY == 0)
@@ -158,7 +185,8 @@ class RedisStreamStore(StoreInRedis):
         bounds = "" if terms.max_bytes is None else terms.max_bytes, self._expected, SMALL, int(self._has_read_large)
         claims: list[Claim] = []
         try:
-            since, base, suspect, entries, deliveries, fresh, wanted = await self._run("claim", *wishes, since, *bounds)
+            told = await self._run("claim", *wishes, since, *bounds, self._is_time_to_look(), self._min_idle)
+            since, base, suspect, entries, deliveries, fresh, wanted = told
             self._has_claimed, self._has_read_large = True, False
             claims += self._taken(entries, deliveries, base=int(base), is_suspect=bool(suspect))
             claims += [self._one(entry, _fields(words), 1, int(base) + 1) for entry, words in fresh]
@@ -174,6 +202,14 @@ class RedisStreamStore(StoreInRedis):
             await self._run("open")
             return await self._look(limit, terms, since)
         return since, claims
+
+    def _is_time_to_look(self) -> int:
+        """Tell whether a claim looks for entries that other workers have left, as a script wants it."""
+        now = asyncio.get_running_loop().time()
+        if now < self._next_look:
+            return 0
+        self._next_look = now + self._claim_interval
+        return 1
 
     def _taken(self, entries: list[Any], deliveries: list[int], *, base: int, is_suspect: bool) -> list[Claim]:
         claims: list[Claim] = []
@@ -269,7 +305,7 @@ class RedisStreamStore(StoreInRedis):
 
     async def sweep(self, terms: ClaimTerms) -> int:
         """Make messages dead that have no attempt left; return how many."""
-        count: int = await self._run("sweep", terms.max_attempts, FORGET_NAMES // _MILLISECOND)
+        count: int = await self._run("sweep", terms.max_attempts, FORGET_NAMES // _MILLISECOND, self._min_idle)
         return count
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
@@ -318,7 +354,7 @@ class RedisStreamStore(StoreInRedis):
 
     async def _has_more(self, last: bytes) -> bool:
         """Wait for an entry after the last one; tell whether it came."""
-        words = "XREAD", "COUNT", 1, "BLOCK", BLOCK // _MILLISECOND, "STREAMS", self._keys.stream, last
+        words = "XREAD", "COUNT", 1, "BLOCK", self._block // _MILLISECOND, "STREAMS", self._keys.stream, last
         try:
             return bool(await self._client.ask(self._keys.stream, *words))
         except StoreTimeoutError:

@@ -45,6 +45,7 @@ class StreamOutbox(Outbox):
         *,
         namespace: str = DEFAULT_NAMESPACE,
         table: str = "postroom_stream",
+        stream: str | None = None,
         marshal: Marshal | None = None,
         codec: Codec | None = None,
         limits: Limits | None = None,
@@ -56,6 +57,7 @@ class StreamOutbox(Outbox):
         Args:
             namespace: Whose messages these are.
             table: What the key of the stream begins with.
+            stream: The key of the stream, as `RedisStreamStore` has it; by default it is made of table and namespace.
             marshal: Turns a message into the fields of an entry; by default id, source, attributes and data.
             codec: Turns events into bytes; JSON by default.
             limits: How large messages may be.
@@ -74,7 +76,7 @@ class StreamOutbox(Outbox):
             wake=wake,
         )
         self._marshal: Marshal = marshal or marshalled
-        self._keys = stream_keys(table, namespace)
+        self._keys = stream_keys(table, namespace, stream)
 
     @property
     def stream(self) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, get_args
@@ -26,9 +26,11 @@ from ...errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from ...message import DEFAULT_NAMESPACE
+from ...inbox import Inbox
+from ...message import DEFAULT_NAMESPACE, Message
 from ...reporting import Reporter
-from ...transaction import Opening, Transaction, in_transaction
+from ...transaction import InboxClaim, Opening, Transaction, in_transaction
+from .claims import RedisInboxClaim
 from .client import Client
 from .commands import keys_of, slot_of
 from .keys import Keys
@@ -134,28 +136,45 @@ class RedisTransactions:
             StoreUnavailableError: It was applied, and may be lost all the same: too few disks or replicas have it.
             ConfigurationError: The server does not keep what the profile promises.
         """
-        recorder = await self._recorder()
-        transaction = Transaction(recorder, self)
-        try:
+        claim = None if opening is None else opening.claim
+        transaction = await self._open() if claim is None else await claim.take()
+        recorder: Recorder = transaction.connection
+        with _completing(claim):
             try:
-                yield transaction
+                try:
+                    yield transaction
+                finally:
+                    callbacks = transaction.close()
+                    recorder.close()
+                is_applied = await self._commit(recorder, transaction)
+            except BaseException:
+                await recorder.give_up()
+                raise
             finally:
-                callbacks = transaction.close()
-                recorder.close()
-            is_applied = await self._commit(recorder, transaction)
-        except BaseException:
-            await recorder.give_up()
-            raise
-        finally:
-            await recorder.end()
-        if is_applied and recorder.assure is not None:
-            await recorder.assure()
+                await recorder.end()
+            if is_applied and recorder.assure is not None:
+                await recorder.assure()
         for callback in dict.fromkeys((*callbacks, *recorder.after_commit)):
             callback()
 
     def savepoint(self, transaction: Transaction) -> AbstractAsyncContextManager[None]:
         """Make what is recorded in the block forgotten alone, if it fails."""
         return _forgetting(transaction.connection.keep())
+
+    async def claim(self, inbox: Inbox, message: Message) -> RedisInboxClaim | None:
+        """Claim a message before its transaction begins; return None if it was handled before.
+
+        Raises:
+            MessageBusyError: Another worker handles it.
+            QuarantinedError: A part of its effect was applied before.
+            StoreError: The server refused, or no answer came.
+        """
+        claim = RedisInboxClaim(inbox, message, self._open)
+        await claim.hold()
+        return None if claim.state == "duplicate" else claim
+
+    async def _open(self) -> Transaction:
+        return Transaction(await self._recorder(), self)
 
     async def _recorder(self) -> Recorder:
         # Before anything is written: a server that takes the place of this one later may not have it.
@@ -243,6 +262,18 @@ class RedisTransactions:
                 raise PartlyAppliedError(mark.key, why)
             case _:
                 raise CommitRefusedError(" ".join(answer[1:]))
+
+
+@contextmanager
+def _completing(claim: InboxClaim | None) -> Generator[None]:
+    """Note in a claim that was taken over what became of its transaction."""
+    is_done = False
+    try:
+        yield
+        is_done = True
+    finally:
+        if claim is not None and claim.state == "taken":
+            claim.state = "done" if is_done else "given_up"
 
 
 @asynccontextmanager

@@ -3,14 +3,17 @@
 -- ARGV: the group, how many, the lease in milliseconds, the attempts that a message has, after how many of them it is a
 -- suspect, under which name, what the names of those begin with whose process is gone or nothing, whether suspects come
 -- first, the tenant or nothing, where to look on among those that wait, how many bytes at most or nothing, how many new
--- entries may be expected to fit into that, how many bytes a small entry has at most, and whether the caller has read a
--- larger one that was not announced.
+-- entries may be expected to fit into that, how many bytes a small entry has at most, whether the caller has read a
+-- larger one that was not announced, whether to look for what a worker did not come back for, and how many milliseconds
+-- that must be idle or nothing.
 -- Answers where to look on if there was too much to look through, the base of tokens, whether it is a suspect, the
 -- entries that were read before, for each of them its deliveries and attempts, the new entries, and how many more new
 -- entries the caller may read without this script.
 local limit, lease, max_attempts, suspect_after = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local me, gone, is_suspects_turn, tenant, since = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9], ARGV[10]
 local max_bytes, expected, small = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
+local is_looking = ARGV[15] == '1'
+min_idle = tonumber(ARGV[16])
 
 begin()
 if ARGV[14] == '1' then expect_large(now + UNANNOUNCED) end
@@ -54,7 +57,7 @@ local function visit(entry, count)
   return false
 end
 
-local names = limit > 0 and overdue() or {}
+local names = limit > 0 and is_looking and overdue() or {}
 for _, name in ipairs(names) do
   if is_full or scanned >= SCANNED then break end
   look(name, visit)

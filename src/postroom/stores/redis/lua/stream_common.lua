@@ -29,8 +29,10 @@ local now = clock[1] * 1000000 + clock[2]
 local group = ARGV[1]
 -- Holds what waits for its next try: in the list of pending entries, where its deliveries go on being counted.
 local WAITING = '~waiting'
--- After how many milliseconds an entry is taken from a consumer whose name does not say it.
+-- After how many milliseconds an entry is taken from a consumer whose name does not say it, unless the store does.
 local FOREIGN = 60000
+-- How many milliseconds an entry must be idle before it is taken over, if the store says so: a script sets it.
+local min_idle
 
 -- Tokens are the deliveries that the group has counted; those of a group that was made anew are above all before.
 local GENERATION = 4294967296
@@ -195,7 +197,8 @@ local scanned = 0
 -- Look at what a consumer holds and did not come back for. ``visit`` is told each entry and its deliveries, and answers
 -- whether it took the entry away; nothing if it wants no more. How far this came is kept for the next time.
 local function look(name, visit)
-  local lease = tonumber(name:match('|(%d+)$')) or FOREIGN
+  local lease = tonumber(name:match('|(%d+)$'))
+  lease = lease and math.max(lease, min_idle or 0) or min_idle or FOREIGN
   local is_gone = tonumber(redis.call('ZSCORE', leases, name)) == 0
   local start, earliest, is_left = '-', now + lease * 1000, false
   local scan = redis.call('HGET', scans, name)

@@ -1,9 +1,10 @@
 -- Make messages dead that have no attempt left: those whose worker did not come back, and those that wait. Look after
 -- the names of consumers as well.
--- ARGV: the group, the attempts that a message has, and after how many milliseconds a name is forgotten that holds
--- nothing. Answers how many were made dead.
+-- ARGV: the group, the attempts that a message has, after how many milliseconds a name is forgotten that holds nothing,
+-- and how many milliseconds an entry must be idle before it is taken over or nothing. Answers how many were made dead.
 local LIMIT = 1000
 local max_attempts, idle, count = tonumber(ARGV[2]), tonumber(ARGV[3]), 0
+min_idle = tonumber(ARGV[4])
 
 local function visit(entry, deliveries)
   if count >= LIMIT then return nil end
