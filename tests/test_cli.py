@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -27,7 +28,7 @@ import postroom
 from postroom import Dispatcher, Outbox
 from postroom.cli import main
 from postroom.cli.app import App, app
-from postroom.cli.options import Duration, show_duration
+from postroom.cli.options import Duration, show_duration, without_password
 from postroom.cli.status import show_count
 from postroom.errors import StoreUnavailableError
 from postroom.stores import SQLiteStore
@@ -37,6 +38,8 @@ from tests.rooms import SQLiteRoom, earlier
 from .worlds import DATABASES, SQL_SERVERS
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
+#: What a database without tables lacks.
+TABLES = "postroom_outbox, postroom_inbox, postroom_inbox_dead, postroom_outbox_tickets, postroom_outbox_version"
 
 
 def call(*arguments: str, env: dict[str, str] | None = None) -> Result:
@@ -190,11 +193,59 @@ def test_apply_creates_the_tables_and_says_so_and_check_agrees(url: str) -> None
     after = call("schema", "check", "--store", url)
 
     assert before.exit_code == 1
-    assert before.stdout == "version is missing, should be 3.1; run `postroom schema apply`\n"
+    assert before.stdout == f"tables {TABLES} are missing; run `postroom schema apply --store {url}`\n"
     assert (first.exit_code, second.exit_code, after.exit_code) == (0, 0, 0)
-    assert first.stdout.startswith("created postroom_outbox, version 3.1")
+    assert first.stdout == "created postroom_outbox and the tables beside it, version 3.1\n"
     assert second.stdout == "nothing to do: postroom_outbox has version 3.1\n"
     assert after.stdout == "postroom_outbox is as version 3.1 needs it\n"
+
+
+def test_check_of_an_empty_database_says_what_to_run_with_the_options_that_were_given(postgres_dsn: str) -> None:
+    """What is in the environment needs no repeating, and a password is never shown."""
+    secret = postgres_dsn.replace("@", ":hunter2@")
+    stars = postgres_dsn.replace("@", ":***@").partition("?")[0]
+
+    given = call("schema", "check", "--store", secret, "--table", "mail", env={"POSTROOM_INBOX": "received"})
+    environment = call("schema", "check", "--json", env={"POSTROOM_STORE": secret})
+
+    tables = TABLES.replace("postroom_outbox", "mail").replace("postroom_inbox", "received")
+    line = f"tables {tables} are missing; run `postroom schema apply --store {shlex.quote(stars)} --table mail`\n"
+    assert (given.exit_code, given.stdout) == (1, line)
+    assert environment.exit_code == 1
+    assert json.loads(environment.stdout)["differences"] == [
+        f"tables {TABLES} are missing; run `postroom schema apply`"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://app:secret@db/shop", "postgresql://app:***@db/shop"),
+        ("postgresql://app:s:e@c/r?e@t@db:5432/shop?password=secret", "postgresql://app:***@db:5432/shop"),
+        ("mysql://app@db/shop", "mysql://app@db/shop"),
+        ("sqlite:////data/shop.sqlite3", "sqlite:////data/shop.sqlite3"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+def test_check_of_tables_that_are_there_in_part_names_what_is_missing(sqlite_path: Path) -> None:
+    call("schema", "apply", "--store", f"sqlite:///{sqlite_path}")
+    with closing(sqlite3.connect(sqlite_path)) as connection:
+        connection.execute("DROP TABLE postroom_outbox_version")
+        connection.execute("DROP INDEX postroom_outbox_ready")
+
+    result = call("schema", "check", env={"POSTROOM_STORE": f"sqlite:///{sqlite_path}"})
+
+    assert (result.exit_code, result.stdout.splitlines()) == (
+        1,
+        [
+            "version is missing, should be 3.1; run `postroom schema apply`",
+            "index postroom_outbox_ready is missing",
+            *(f"column postroom_outbox_version.{name} is missing" for name in ("version", "applied_at", "step")),
+        ],
+    )
 
 
 @pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
@@ -272,7 +323,8 @@ def test_tables_of_an_older_version_are_one_line_until_they_are_upgraded(sqlite_
     upgrade = call("schema", "apply", "--store", url)
     after = call("schema", "check", "--store", url)
 
-    assert (before.exit_code, before.stdout) == (1, "version is 3, should be 3.1; run `postroom schema apply`\n")
+    line = f"version is 3, should be 3.1; run `postroom schema apply --store {url}`\n"
+    assert (before.exit_code, before.stdout) == (1, line)
     assert "column destination is missing" in json.loads(listed.stdout)["differences"]
     assert "version 3.1 is needed; run `postroom schema apply`" in a_line(refused, 1)
     assert upgrade.stdout.startswith("upgraded postroom_outbox from version 3 to 3.1: ")
@@ -299,7 +351,7 @@ def test_apply_in_json_says_what_it_did(sqlite_path: Path) -> None:
 
     answer = json.loads(result.stdout)
     assert (answer["table"], answer["version"], answer["step"]) == ("mail", 3, 1)
-    assert "column payload is missing" in answer["mended"]
+    assert answer["mended"] == [f"tables {TABLES.replace('postroom_outbox', 'mail')} are missing"]
 
 
 @pytest.mark.parametrize("dialect", ["postgresql", "mysql", "sqlite"])
