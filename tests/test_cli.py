@@ -25,7 +25,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import postroom
-from postroom import Dispatcher, Outbox
+from postroom import Dispatcher, Message, Outbox
 from postroom.cli import main
 from postroom.cli.app import App, app
 from postroom.cli.options import Duration, show_duration, without_password
@@ -468,7 +468,103 @@ def test_watch_goes_on_until_it_is_interrupted(sqlite_path: Path, options: list[
 
 # -- errors ------------------------------------------------------------------------------------------------------
 
-STORE_COMMANDS = [["status"], ["schema", "check"], ["schema", "apply"]]
+# -- peek --------------------------------------------------------------------------------------------------------
+
+
+def test_a_peek_shows_the_next_messages_and_changes_nothing(url: str) -> None:
+    """Looking twice shows the same, and everything is still delivered afterwards."""
+    call("schema", "apply", "--store", url)
+    add_two(url)
+
+    first, second = (call("peek", "--store", url) for _ in range(2))
+    counts = json.loads(call("status", "--store", url, "--json").stdout)
+
+    heading, order, bill = first.stdout.splitlines()
+    assert (first.exit_code, first.stderr) == (0, "")
+    assert heading.split() == ["id", "topic", "type", "key", "attempts", "due", "for", "bytes"]
+    assert order.split()[1:5] == ["orders", "order.placed", "42", "0"]
+    assert bill.split()[1:5] == ["bills", "bill.sent", "-", "0"]
+    assert "Jane" not in first.stdout
+    assert re.findall(r"^\S+", second.stdout, re.MULTILINE) == re.findall(r"^\S+", first.stdout, re.MULTILINE)
+    assert [counts[name] for name in ("pending", "processing", "delivered", "dead")] == [2, 0, 0, 0]
+
+
+def add_two(url: str) -> None:
+    order = Message(topic="orders", type="order.placed", key="42", payload=b'{"name":"Jane"}')
+    messages = [order, Message(topic="bills", type="bill.sent", payload=b"{}")]
+    if url.startswith("sqlite"):
+        with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection, connection:
+            Outbox().add(connection, messages)
+    elif url.startswith("postgres"):
+        with psycopg.connect(url) as postgres:
+            Outbox().add(postgres, messages)
+    else:
+        with pymysql.connect(**mariadb_place(url)) as mariadb:
+            mariadb.begin()
+            Outbox().add(mariadb, messages)
+            mariadb.commit()
+
+
+def test_a_peek_shows_payloads_when_it_is_asked_to_and_escapes_them(sqlite_path: Path) -> None:
+    """A payload must not move the cursor of a terminal."""
+    add(sqlite_path, Message(topic="orders", payload=b"\x1b[2Jcleared\n\xff"))
+
+    shown = call("peek", "--store", f"sqlite:///{sqlite_path}", "--payload")
+
+    assert shown.stdout.splitlines()[2] == r"    \x1b[2Jcleared\n\xff"
+
+
+def test_a_peek_in_json_is_a_line_for_each_message(sqlite_path: Path) -> None:
+    text, binary = Message(topic="orders", key="42", payload=b'{"n":1}'), Message(topic="scans", payload=b"\xff")
+    add(sqlite_path, text, binary)
+    command = ["peek", "--store", f"sqlite:///{sqlite_path}", "--json"]
+
+    without, with_payload, one = (call(*command, *more) for more in ([], ["--payload"], ["--topic", "scans"]))
+
+    lines = [json.loads(line) for line in without.stdout.splitlines()]
+    assert [line["id"] for line in lines] == [str(text.id), str(binary.id)]
+    assert {name: lines[0][name] for name in ("topic", "key", "attempts", "bytes", "broken")} == {
+        "topic": "orders",
+        "key": "42",
+        "attempts": 0,
+        "bytes": 7,
+        "broken": None,
+    }
+    assert lines[0]["due_for"] >= 0
+    assert [{"payload", "payload_base64"} & set(line) for line in lines] == [set(), set()]
+    payloads = [json.loads(line) for line in with_payload.stdout.splitlines()]
+    assert (payloads[0]["payload"], payloads[1]["payload_base64"]) == ('{"n":1}', "/w==")
+    assert [json.loads(line)["id"] for line in one.stdout.splitlines()] == [str(binary.id)]
+
+
+def test_a_peek_at_nothing_says_so(sqlite_path: Path) -> None:
+    call("schema", "apply", "--store", f"sqlite:///{sqlite_path}")
+
+    nothing = call("peek", "--store", f"sqlite:///{sqlite_path}", "--namespace", "shop", "--topic", "orders")
+    no_lines = call("peek", "--store", f"sqlite:///{sqlite_path}", "--json")
+
+    assert (nothing.exit_code, nothing.stdout) == (0, "no message is due in namespace shop, topic orders\n")
+    assert (no_lines.exit_code, no_lines.stdout) == (0, "")
+
+
+def test_a_peek_shows_at_most_its_limit(sqlite_path: Path) -> None:
+    add_orders(sqlite_path, 3)
+
+    two = call("peek", "--store", f"sqlite:///{sqlite_path}", "--limit", "2")
+    many = call("peek", "--store", f"sqlite:///{sqlite_path}", "--limit", "101")
+
+    assert len(two.stdout.splitlines()) == 1 + 2
+    assert many.exit_code == 2
+
+
+def add(path: Path, *messages: Message) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        SQLiteStore.create_tables(connection)
+        with connection:
+            Outbox().add(connection, messages)
+
+
+STORE_COMMANDS = [["status"], ["peek"], ["schema", "check"], ["schema", "apply"]]
 
 
 @pytest.mark.parametrize("command", STORE_COMMANDS)
@@ -502,7 +598,7 @@ def test_a_missing_schema_is_one_line_that_says_what_to_run(url: str, sqlite_pat
     assert "run `postroom schema apply`" in a_line(call("status", "--store", url), 1)
 
 
-@pytest.mark.parametrize("command", [["status"], ["schema", "check"], ["dispatch", "--broker", "stdout:"]])
+@pytest.mark.parametrize("command", [["status"], ["peek"], ["schema", "check"], ["dispatch", "--broker", "stdout:"]])
 def test_a_mistyped_file_is_told_of_and_not_created(command: list[str], tmp_path: Path) -> None:
     missing = tmp_path / "shpo.sqlite3"
 
