@@ -14,7 +14,9 @@ from redis.backoff import NoBackoff
 from postroom.events import log_event
 from postroom.testing.clients import ValkeyClient
 
-from .worlds import REDIS_URLS, TIERS, is_proof, is_quick
+from .worlds import TIERS, is_proof, is_quick
+
+pytest_plugins = ["tests.support.server_fixtures"]
 
 _LEFT_OUT = pytest.StashKey[int]()
 
@@ -62,12 +64,6 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
 def _fresh_log() -> None:
     """Let no test see what the log has held back of the tests before it."""
     log_event.flush()
-
-
-@pytest.fixture(params=REDIS_URLS)
-def redis_like_url(request: pytest.FixtureRequest) -> str:
-    """The URL of an empty database that is this test's own, on each server that speaks like Redis."""
-    return str(request.getfixturevalue(request.param))
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from typing import Final, NoReturn
 
 import pytest
 
-from postroom.testing.plugin import skip_or_fail
 from postroom.testing.programs import ServerMissingError
+from tests.support.server_fixtures import skip_or_fail
 
 __all__ = ["Release", "checked_out", "previous", "previous_schema", "this"]
 

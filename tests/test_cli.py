@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -24,10 +25,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import postroom
-from postroom import Dispatcher, Outbox
+from postroom import Dispatcher, Message, Outbox
 from postroom.cli import main
 from postroom.cli.app import App, app
-from postroom.cli.options import Duration, show_duration
+from postroom.cli.options import Duration, show_duration, without_password
 from postroom.cli.status import show_count
 from postroom.errors import StoreUnavailableError
 from postroom.stores import SQLiteStore
@@ -37,6 +38,8 @@ from tests.rooms import SQLiteRoom, earlier
 from .worlds import DATABASES, SQL_SERVERS
 
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
+#: What a database without tables lacks.
+TABLES = "postroom_outbox, postroom_inbox, postroom_inbox_dead, postroom_outbox_tickets, postroom_outbox_version"
 
 
 def call(*arguments: str, env: dict[str, str] | None = None) -> Result:
@@ -190,11 +193,59 @@ def test_apply_creates_the_tables_and_says_so_and_check_agrees(url: str) -> None
     after = call("schema", "check", "--store", url)
 
     assert before.exit_code == 1
-    assert before.stdout == "version is missing, should be 3.1; run `postroom schema apply`\n"
+    assert before.stdout == f"tables {TABLES} are missing; run `postroom schema apply --store {url}`\n"
     assert (first.exit_code, second.exit_code, after.exit_code) == (0, 0, 0)
-    assert first.stdout.startswith("created postroom_outbox, version 3.1")
+    assert first.stdout == "created postroom_outbox and the tables beside it, version 3.1\n"
     assert second.stdout == "nothing to do: postroom_outbox has version 3.1\n"
     assert after.stdout == "postroom_outbox is as version 3.1 needs it\n"
+
+
+def test_check_of_an_empty_database_says_what_to_run_with_the_options_that_were_given(postgres_dsn: str) -> None:
+    """What is in the environment needs no repeating, and a password is never shown."""
+    secret = postgres_dsn.replace("@", ":hunter2@")
+    stars = postgres_dsn.replace("@", ":***@").partition("?")[0]
+
+    given = call("schema", "check", "--store", secret, "--table", "mail", env={"POSTROOM_INBOX": "received"})
+    environment = call("schema", "check", "--json", env={"POSTROOM_STORE": secret})
+
+    tables = TABLES.replace("postroom_outbox", "mail").replace("postroom_inbox", "received")
+    line = f"tables {tables} are missing; run `postroom schema apply --store {shlex.quote(stars)} --table mail`\n"
+    assert (given.exit_code, given.stdout) == (1, line)
+    assert environment.exit_code == 1
+    assert json.loads(environment.stdout)["differences"] == [
+        f"tables {TABLES} are missing; run `postroom schema apply`"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://app:secret@db/shop", "postgresql://app:***@db/shop"),
+        ("postgresql://app:s:e@c/r?e@t@db:5432/shop?password=secret", "postgresql://app:***@db:5432/shop"),
+        ("mysql://app@db/shop", "mysql://app@db/shop"),
+        ("sqlite:////data/shop.sqlite3", "sqlite:////data/shop.sqlite3"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+def test_check_of_tables_that_are_there_in_part_names_what_is_missing(sqlite_path: Path) -> None:
+    call("schema", "apply", "--store", f"sqlite:///{sqlite_path}")
+    with closing(sqlite3.connect(sqlite_path)) as connection:
+        connection.execute("DROP TABLE postroom_outbox_version")
+        connection.execute("DROP INDEX postroom_outbox_ready")
+
+    result = call("schema", "check", env={"POSTROOM_STORE": f"sqlite:///{sqlite_path}"})
+
+    assert (result.exit_code, result.stdout.splitlines()) == (
+        1,
+        [
+            "version is missing, should be 3.1; run `postroom schema apply`",
+            "index postroom_outbox_ready is missing",
+            *(f"column postroom_outbox_version.{name} is missing" for name in ("version", "applied_at", "step")),
+        ],
+    )
 
 
 @pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
@@ -272,7 +323,8 @@ def test_tables_of_an_older_version_are_one_line_until_they_are_upgraded(sqlite_
     upgrade = call("schema", "apply", "--store", url)
     after = call("schema", "check", "--store", url)
 
-    assert (before.exit_code, before.stdout) == (1, "version is 3, should be 3.1; run `postroom schema apply`\n")
+    line = f"version is 3, should be 3.1; run `postroom schema apply --store {url}`\n"
+    assert (before.exit_code, before.stdout) == (1, line)
     assert "column destination is missing" in json.loads(listed.stdout)["differences"]
     assert "version 3.1 is needed; run `postroom schema apply`" in a_line(refused, 1)
     assert upgrade.stdout.startswith("upgraded postroom_outbox from version 3 to 3.1: ")
@@ -299,7 +351,7 @@ def test_apply_in_json_says_what_it_did(sqlite_path: Path) -> None:
 
     answer = json.loads(result.stdout)
     assert (answer["table"], answer["version"], answer["step"]) == ("mail", 3, 1)
-    assert "column payload is missing" in answer["mended"]
+    assert answer["mended"] == [f"tables {TABLES.replace('postroom_outbox', 'mail')} are missing"]
 
 
 @pytest.mark.parametrize("dialect", ["postgresql", "mysql", "sqlite"])
@@ -416,7 +468,103 @@ def test_watch_goes_on_until_it_is_interrupted(sqlite_path: Path, options: list[
 
 # -- errors ------------------------------------------------------------------------------------------------------
 
-STORE_COMMANDS = [["status"], ["schema", "check"], ["schema", "apply"]]
+# -- peek --------------------------------------------------------------------------------------------------------
+
+
+def test_a_peek_shows_the_next_messages_and_changes_nothing(url: str) -> None:
+    """Looking twice shows the same, and everything is still delivered afterwards."""
+    call("schema", "apply", "--store", url)
+    add_two(url)
+
+    first, second = (call("peek", "--store", url) for _ in range(2))
+    counts = json.loads(call("status", "--store", url, "--json").stdout)
+
+    heading, order, bill = first.stdout.splitlines()
+    assert (first.exit_code, first.stderr) == (0, "")
+    assert heading.split() == ["id", "topic", "type", "key", "attempts", "due", "for", "bytes"]
+    assert order.split()[1:5] == ["orders", "order.placed", "42", "0"]
+    assert bill.split()[1:5] == ["bills", "bill.sent", "-", "0"]
+    assert "Jane" not in first.stdout
+    assert re.findall(r"^\S+", second.stdout, re.MULTILINE) == re.findall(r"^\S+", first.stdout, re.MULTILINE)
+    assert [counts[name] for name in ("pending", "processing", "delivered", "dead")] == [2, 0, 0, 0]
+
+
+def add_two(url: str) -> None:
+    order = Message(topic="orders", type="order.placed", key="42", payload=b'{"name":"Jane"}')
+    messages = [order, Message(topic="bills", type="bill.sent", payload=b"{}")]
+    if url.startswith("sqlite"):
+        with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection, connection:
+            Outbox().add(connection, messages)
+    elif url.startswith("postgres"):
+        with psycopg.connect(url) as postgres:
+            Outbox().add(postgres, messages)
+    else:
+        with pymysql.connect(**mariadb_place(url)) as mariadb:
+            mariadb.begin()
+            Outbox().add(mariadb, messages)
+            mariadb.commit()
+
+
+def test_a_peek_shows_payloads_when_it_is_asked_to_and_escapes_them(sqlite_path: Path) -> None:
+    """A payload must not move the cursor of a terminal."""
+    add(sqlite_path, Message(topic="orders", payload=b"\x1b[2Jcleared\n\xff"))
+
+    shown = call("peek", "--store", f"sqlite:///{sqlite_path}", "--payload")
+
+    assert shown.stdout.splitlines()[2] == r"    \x1b[2Jcleared\n\xff"
+
+
+def test_a_peek_in_json_is_a_line_for_each_message(sqlite_path: Path) -> None:
+    text, binary = Message(topic="orders", key="42", payload=b'{"n":1}'), Message(topic="scans", payload=b"\xff")
+    add(sqlite_path, text, binary)
+    command = ["peek", "--store", f"sqlite:///{sqlite_path}", "--json"]
+
+    without, with_payload, one = (call(*command, *more) for more in ([], ["--payload"], ["--topic", "scans"]))
+
+    lines = [json.loads(line) for line in without.stdout.splitlines()]
+    assert [line["id"] for line in lines] == [str(text.id), str(binary.id)]
+    assert {name: lines[0][name] for name in ("topic", "key", "attempts", "bytes", "broken")} == {
+        "topic": "orders",
+        "key": "42",
+        "attempts": 0,
+        "bytes": 7,
+        "broken": None,
+    }
+    assert lines[0]["due_for"] >= 0
+    assert [{"payload", "payload_base64"} & set(line) for line in lines] == [set(), set()]
+    payloads = [json.loads(line) for line in with_payload.stdout.splitlines()]
+    assert (payloads[0]["payload"], payloads[1]["payload_base64"]) == ('{"n":1}', "/w==")
+    assert [json.loads(line)["id"] for line in one.stdout.splitlines()] == [str(binary.id)]
+
+
+def test_a_peek_at_nothing_says_so(sqlite_path: Path) -> None:
+    call("schema", "apply", "--store", f"sqlite:///{sqlite_path}")
+
+    nothing = call("peek", "--store", f"sqlite:///{sqlite_path}", "--namespace", "shop", "--topic", "orders")
+    no_lines = call("peek", "--store", f"sqlite:///{sqlite_path}", "--json")
+
+    assert (nothing.exit_code, nothing.stdout) == (0, "no message is due in namespace shop, topic orders\n")
+    assert (no_lines.exit_code, no_lines.stdout) == (0, "")
+
+
+def test_a_peek_shows_at_most_its_limit(sqlite_path: Path) -> None:
+    add_orders(sqlite_path, 3)
+
+    two = call("peek", "--store", f"sqlite:///{sqlite_path}", "--limit", "2")
+    many = call("peek", "--store", f"sqlite:///{sqlite_path}", "--limit", "101")
+
+    assert len(two.stdout.splitlines()) == 1 + 2
+    assert many.exit_code == 2
+
+
+def add(path: Path, *messages: Message) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        SQLiteStore.create_tables(connection)
+        with connection:
+            Outbox().add(connection, messages)
+
+
+STORE_COMMANDS = [["status"], ["peek"], ["schema", "check"], ["schema", "apply"]]
 
 
 @pytest.mark.parametrize("command", STORE_COMMANDS)
@@ -450,7 +598,7 @@ def test_a_missing_schema_is_one_line_that_says_what_to_run(url: str, sqlite_pat
     assert "run `postroom schema apply`" in a_line(call("status", "--store", url), 1)
 
 
-@pytest.mark.parametrize("command", [["status"], ["schema", "check"], ["dispatch", "--broker", "stdout:"]])
+@pytest.mark.parametrize("command", [["status"], ["peek"], ["schema", "check"], ["dispatch", "--broker", "stdout:"]])
 def test_a_mistyped_file_is_told_of_and_not_created(command: list[str], tmp_path: Path) -> None:
     missing = tmp_path / "shpo.sqlite3"
 

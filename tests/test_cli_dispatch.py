@@ -114,6 +114,7 @@ def test_once_delivers_what_is_due_in_order_and_exits_with_0(url: str, sqlite_pa
 
     assert (code, numbers(out)) == (0, list(range(50)))
     assert "dispatcher stopped" in err
+    assert err.count("marked as delivered; `postroom peek` shows messages") == 1
     assert rows(sqlite_path, BY_STATUS) == [("delivered", 50)]
 
 
@@ -180,7 +181,7 @@ def test_a_stdout_broker_has_stdout_for_itself(url: str, sqlite_path: Path) -> N
         code, out, err = finished(process)
 
     assert (code, numbers(out)) == (0, [1])
-    assert [json.loads(line)["event"] for line in err.splitlines()] == ["Started", "Stopped"]
+    assert [json.loads(line)["event"] for line in err.splitlines()] == ["PrintsMessages", "Started", "Stopped"]
 
 
 def test_once_exits_with_1_if_the_broker_was_down_and_spends_no_attempt(

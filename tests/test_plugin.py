@@ -1,70 +1,27 @@
-"""The pytest plugin shares servers between tests, and is loud when it cannot."""
+"""The pytest plugin for tests of applications."""
 
 from __future__ import annotations
 
+import os
 import re
-import tempfile
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
-from postroom.testing.clients import MariaDBClient, PostgresClient, RedisClient, ValkeyClient
-from postroom.testing.programs import MARIADB, POSTGRES
-from postroom.testing.servers import MariaDBServer, PostgresServer, RedisServer, ValkeyServer
-
 pytest_plugins = ["pytester"]
 
-THREE_TESTS = """
-def test_with_a_database(mariadb_dsn):
-    pass
-
-def test_with_a_server(private_mariadb):
-    pass
-
-def test_without():
-    pass
-"""
-
-RECORDING_TESTS = """
-import os, pathlib, pytest
-
-@pytest.mark.parametrize("number", range(6))
-def test_records(postgres_server, postgres_dsn, number):
-    assert postgres_server.query("SELECT 1") == "1"
-    line = f"{os.getpid()} {postgres_server.dsn} {postgres_dsn}"
-    (pathlib.Path(os.environ["RECORDS"]) / str(number)).write_text(line)
-"""
-
-REDIS_TESTS = """
-import os, pathlib, pytest
-from postroom.testing.clients import RedisClient
-
-@pytest.mark.parametrize("number", range(6))
-def test_records(redis_url, valkey_url, number):
-    for url in (redis_url, valkey_url):
-        assert RedisClient(url).ask("DBSIZE") == 0
-        RedisClient(url).ask("SET", "left", number)
-    line = f"{os.getpid()} {redis_url} {valkey_url}"
-    (pathlib.Path(os.environ["RECORDS"]) / str(number)).write_text(line)
-
-def test_both(redis_like_url):
-    assert RedisClient(redis_like_url).ask("DBSIZE") == 0
-"""
-
-CLUSTER_TESTS = """
-import os, pathlib, pytest
-
-@pytest.mark.parametrize("number", range(6))
-def test_records(valkey_cluster, number):
-    assert "cluster_state:ok" in valkey_cluster.ask("CLUSTER", "INFO")
-    (pathlib.Path(os.environ["RECORDS"]) / str(number)).write_text(f"{os.getpid()} {valkey_cluster.dsn}")
-"""
+ROOT = Path(__file__).parents[1]
+OPTED_IN = 'pytest_plugins = ["postroom.testing.plugin"]'
 
 USER_SUITE = """
 import asyncio
 from datetime import timedelta
-from postroom import Message, Outbox
+from postroom import Outbox
 from postroom.stores import MemoryStore
 from postroom.testing.published import Published
 
@@ -72,284 +29,106 @@ def place_order(connection, outbox, order_id):
     connection.execute("INSERT INTO orders VALUES (?)", (order_id,))
     outbox.add(connection, {"order_id": order_id}, topic="orders", key=str(order_id))
 
-def test_an_order_is_announced(outbox, published):
-    outbox.connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY)")
-    with outbox.connection as connection:
-        place_order(connection, outbox, 42)
-    assert [message.key for message in asyncio.run(published.drain())] == ["42"]
-    assert asyncio.run(published.drain()) == []
-    with outbox.connection as connection:
-        place_order(connection, outbox, 43)
-    assert [message.key for message in asyncio.run(published.drain())] == ["43"]
-    assert [message.key for message in published.received] == ["42", "43"]
+def test_an_order_is_announced(postroom_outbox, postroom_published):
+    postroom_outbox.connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY)")
+    with postroom_outbox.connection as connection:
+        place_order(connection, postroom_outbox, 42)
+    assert [message.key for message in asyncio.run(postroom_published.drain())] == ["42"]
+    assert asyncio.run(postroom_published.drain()) == []
+    with postroom_outbox.connection as connection:
+        place_order(connection, postroom_outbox, 43)
+    assert [message.key for message in asyncio.run(postroom_published.drain())] == ["43"]
+    assert [message.key for message in postroom_published.received] == ["42", "43"]
 
-def test_what_is_rolled_back_is_not_announced(outbox, published):
+def test_what_is_rolled_back_is_not_announced(postroom_outbox, postroom_published):
     try:
-        with outbox.connection as connection:
-            outbox.add(connection, {"order_id": 42}, topic="orders")
+        with postroom_outbox.connection as connection:
+            postroom_outbox.add(connection, {"order_id": 42}, topic="orders")
             raise ValueError
     except ValueError:
         pass
-    assert asyncio.run(published.drain()) == []
+    assert asyncio.run(postroom_published.drain()) == []
 
-def test_the_store_can_be_asked(outbox):
-    with outbox.connection as connection:
-        outbox.add(connection, {"order_id": 42}, topic="orders")
+def test_the_store_can_be_asked(postroom_outbox):
+    with postroom_outbox.connection as connection:
+        postroom_outbox.add(connection, {"order_id": 42}, topic="orders")
     async def pending():
-        stats = await outbox.store.stats()
-        await outbox.store.close()
+        stats = await postroom_outbox.store.stats()
+        await postroom_outbox.store.close()
         return stats.pending
     assert asyncio.run(pending()) == 1
-    assert outbox.path.exists()
+    assert postroom_outbox.path.exists()
 
-def test_a_reminder_comes_after_an_hour(virtual_clock):
-    store = MemoryStore(clock=virtual_clock)
+def test_a_reminder_comes_after_an_hour(postroom_clock):
+    store = MemoryStore(clock=postroom_clock)
     published = Published(store)
     with store.transaction() as transaction:
         Outbox().add(transaction, {}, topic="reminders", delay=timedelta(hours=1))
     assert asyncio.run(published.drain()) == []
-    virtual_clock.advance(timedelta(hours=1))
+    postroom_clock.advance(timedelta(hours=1))
     assert len(asyncio.run(published.drain())) == 1
-"""
-
-# What the page for users takes as given.
-GIVEN = """
-import sqlite3
-from contextlib import closing
-from datetime import timedelta
-from pathlib import Path
-from postroom import Message, Outbox, Router, current_transaction
-from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
-
-dsn = "postgresql://localhost/shop"
-path = Path("stock.sqlite3")
-store = SQLiteStore(path)
-router = Router()
-order_placed = Message(topic="orders", type="order.placed", payload=b'{"item": "chair"}')
-
-def place_order(connection, outbox, order_id):
-    outbox.add(connection, {"order_id": order_id}, topic="orders", type="order.placed")
-
-@router.on("order.placed")
-async def reserve(order: dict[str, str]) -> None:
-    await current_transaction().do(sqlite3.Connection.execute, "INSERT INTO stock VALUES (?)", (order["item"],))
-
-def run(statement):
-    with closing(sqlite3.connect(path)) as connection, connection:
-        return connection.execute(statement).fetchall()
-
-def read_stock():
-    return run("SELECT item FROM stock")
-
-def clear_stock():
-    run("DELETE FROM stock")
-
-run("CREATE TABLE stock (item TEXT)")
-with closing(sqlite3.connect(path)) as connection:
-    SQLiteStore.create_tables(connection)
-"""
-
-OWN_FIXTURES = """
-import pytest
-
-@pytest.fixture
-def outbox():
-    return "mine"
-
-def test_uses_its_own(outbox):
-    assert outbox == "mine"
 """
 
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A run of pytest that has no CI around it, and no plugins that it would only wait for."""
-    monkeypatch.delenv("CI", raising=False)
+    """A run of pytest in an empty project, with no plugin that the project has not asked for."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist -p postroom.testing.plugin")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     return pytester
-
-
-@pytest.fixture
-def no_mariadb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARIADB.variable, str(tmp_path))
-
-
-@pytest.mark.usefixtures("no_mariadb")
-class TestMissingServer:
-    @pytest.mark.parametrize("workers", ["0", "2"])
-    def test_skips_and_says_so_loudly_on_a_laptop(self, run: pytest.Pytester, workers: str) -> None:
-        run.makepyfile(THREE_TESTS)
-
-        result = run.runpytest_subprocess("-n", workers)
-
-        result.assert_outcomes(passed=1, skipped=2)
-        result.stdout.fnmatch_lines(
-            [
-                "*!!! SERVERS MISSING !!!*",
-                "MariaDB: 2 tests skipped. To run them install*mariadb-server-core*",
-            ]
-        )
-
-    @pytest.mark.parametrize("workers", ["0", "2"])
-    def test_fails_where_ci_is_set(self, run: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str) -> None:
-        """A build that skips what it cannot run is green for the wrong reason."""
-        monkeypatch.setenv("CI", "true")
-        run.makepyfile(THREE_TESTS)
-
-        result = run.runpytest_subprocess("-n", workers)
-
-        result.assert_outcomes(passed=1, errors=2)
-        result.stdout.fnmatch_lines(["*MariaDB is missing: no mariadbd*mariadb-server-core*"])
-        result.stdout.no_fnmatch_line("*SERVERS MISSING*")
-
-
-class TestSharedServer:
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_is_one_for_the_whole_run_with_a_database_for_each_test(
-        self, run: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-    ) -> None:
-        monkeypatch.setenv("RECORDS", str(tmp_path))
-        run.makepyfile(RECORDING_TESTS)
-
-        result = run.runpytest_subprocess("-n", str(workers), "--dist", "load")
-
-        result.assert_outcomes(passed=6)
-        records = [record.read_text().split() for record in tmp_path.iterdir()]
-        processes, servers, databases = map(set, zip(*records, strict=True))
-        assert (len(processes), len(servers), len(databases)) == (max(workers, 1), 1, 6)
-
-    def test_is_gone_after_the_run(self, run: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RECORDS", str(tmp_path))
-        run.makepyfile(RECORDING_TESTS)
-
-        with tempfile.TemporaryDirectory() as temporary:
-            Path(temporary).chmod(0o755)  # the server is not root, and has to enter
-            monkeypatch.setenv("TMPDIR", temporary)
-            run.runpytest_subprocess("-n", "2").assert_outcomes(passed=6)
-            left = list(Path(temporary).glob("postroom-*"))
-
-        _, dsn, _ = (tmp_path / "0").read_text().split()
-        assert left == []
-        assert not PostgresClient(dsn).answers()
-
-    def test_that_cannot_start_fails_with_its_log(
-        self, run: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It is installed, so this is no reason to skip, on a laptop either."""
-        for program in ("postgres", "initdb"):
-            (tmp_path / program).write_text("#!/bin/sh\necho the disk is on fire; exit 1")
-            (tmp_path / program).chmod(0o755)
-        monkeypatch.setenv(POSTGRES.variable, str(tmp_path))
-        run.makepyfile(RECORDING_TESTS)
-
-        result = run.runpytest_subprocess("-n", "2")
-
-        result.assert_outcomes(errors=6)
-        result.stdout.fnmatch_lines(["*PostgreSQL could not run*", "*the disk is on fire*"])
-
-    def test_can_be_one_that_runs_already(
-        self,
-        run: pytest.Pytester,
-        postgres_server: PostgresClient,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setenv("POSTROOM_TEST_POSTGRES_DSN", postgres_server.dsn)
-        monkeypatch.setenv("RECORDS", str(tmp_path))
-        run.makepyfile(RECORDING_TESTS)
-
-        run.runpytest_subprocess().assert_outcomes(passed=6)
-
-        used = [record.read_text().split()[1:] for record in tmp_path.iterdir()]
-        names = [urlsplit(database).path[1:] for _, database in used]
-        assert {server for server, _ in used} == {postgres_server.dsn}
-        left = postgres_server.query("SELECT datname FROM pg_database").split()
-        assert not set(names) & set(left)
-
-    def test_can_be_a_cluster(self, run: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RECORDS", str(tmp_path))
-        run.makepyfile(CLUSTER_TESTS)
-
-        run.runpytest_subprocess("-n", "2", "--dist", "load").assert_outcomes(passed=6)
-
-        processes, clusters = map(set, zip(*(record.read_text().split() for record in tmp_path.iterdir()), strict=True))
-        assert (len(processes), len(clusters)) == (2, 1)
-        assert not RedisClient(clusters.pop()).answers()
-
-    def test_is_not_the_private_one(self, valkey_server: ValkeyClient, private_valkey: ValkeyServer) -> None:
-        """A test that kills its server must not pull the rug from under the others."""
-        private_valkey.kill9()
-
-        assert valkey_server.answers()
-        assert not private_valkey.answers()
-
-
-def test_private_servers_are_of_the_kind_they_are_named_after(
-    private_postgres: PostgresServer, private_mariadb: MariaDBServer
-) -> None:
-    assert private_postgres.client.query("SELECT version()").startswith("PostgreSQL")
-    assert "MariaDB" in private_mariadb.client.query("SELECT version()")
-
-
-def test_private_redis_servers_are_of_the_kind_they_are_named_after(
-    private_redis: RedisServer, private_valkey: ValkeyServer
-) -> None:
-    assert "valkey" not in str(private_redis.client.ask("INFO", "server"))
-    assert "valkey" in str(private_valkey.client.ask("INFO", "server"))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_redis_database_is_empty_and_nobody_elses(
-    run: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    monkeypatch.setenv("RECORDS", str(tmp_path))
-    run.makepyfile(REDIS_TESTS)
-
-    run.runpytest_subprocess("-n", str(workers), "--dist", "load").assert_outcomes(passed=8)
-
-    records = {tuple(record.read_text().split()) for record in tmp_path.iterdir()}
-    processes, redises, valkeys = map(set, zip(*records, strict=True))
-    assert [len(processes), len(redises), len(valkeys), len(records)] == [max(workers, 1)] * 4
-    assert {urlsplit(url).path for url in redises} == {f"/{number + 1}" for number in range(max(workers, 1))}
-    assert not redises & valkeys
-
-
-def test_an_sqlite_path_leads_to_no_file_yet(sqlite_path: Path) -> None:
-    assert not sqlite_path.exists()
-    assert sqlite_path.parent.is_dir()
-
-
-def test_a_mariadb_database_is_empty_and_ready(mariadb_dsn: str) -> None:
-    assert MariaDBClient(mariadb_dsn).query("SHOW TABLES") == ""
 
 
 class TestFixturesForApplications:
     def test_serve_a_small_suite(self, run: pytest.Pytester) -> None:
         """S2-01, S2-21: what is committed is delivered, what is rolled back is not; each test has its own."""
+        run.makeconftest(OPTED_IN)
         run.makepyfile(USER_SUITE)
 
         run.runpytest_subprocess("-W", "error").assert_outcomes(passed=4)
 
-    def test_do_what_the_page_for_users_says(self, run: pytest.Pytester) -> None:
-        """S4-18: its snippets are a suite that passes."""
-        page = (Path(__file__).parents[1] / "docs" / "testing.md").read_text()
-        snippets = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-        run.makepyfile("\n".join([GIVEN, *snippets]))
-        options = ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function", "-W", "error"]
+    def test_do_what_the_page_for_users_says(self, tmp_path: Path) -> None:
+        """S4-18: the blocks of docs/testing.md, copied into an empty folder, are a project whose tests pass."""
+        for name, text in blocks_by_file(ROOT / "docs" / "testing.md").items():
+            (tmp_path / name).write_text(text)
+        # Of what is installed here, only pytest-asyncio is what the page says to install.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        command = [sys.executable, "-m", "pytest", "-p", "pytest_asyncio.plugin", "-W", "error"]
 
-        result = run.runpytest_subprocess("-p", "pytest_asyncio.plugin", *options)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
-        result.assert_outcomes(passed=3)
-
-    def test_give_way_to_fixtures_of_the_same_name(self, run: pytest.Pytester) -> None:
-        run.makepyfile(OWN_FIXTURES)
-
-        run.runpytest_subprocess().assert_outcomes(passed=1)
+        assert re.search(r"\b5 passed in", done.stdout), done.stdout + done.stderr
 
     def test_are_listed_with_what_they_are_for(self, run: pytest.Pytester) -> None:
-        result = run.runpytest_subprocess("--fixtures")
+        """All that the plugin brings begins with the name of the library, so that it hides nothing of a user's."""
+        run.makeconftest("")
+        before = set(listed_fixtures(run))
+        run.makeconftest(OPTED_IN)
 
-        result.stdout.fnmatch_lines_random(
-            ["outbox -- *", "published -- *", "virtual_clock -- *", "*SQLite database that is this test's own*"]
-        )
+        added = {name: text for name, text in listed_fixtures(run).items() if name not in before}
+
+        assert sorted(added) == ["postroom_clock", "postroom_outbox", "postroom_published"]
+        assert all(added.values())
+
+    def test_are_not_there_unless_a_project_asks_for_them(self) -> None:
+        """An entry point would add fixtures to every pytest run of everybody who has postroom installed."""
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+        assert "pytest11" not in project.get("entry-points", {})
+
+
+def listed_fixtures(run: pytest.Pytester) -> Mapping[str, str]:
+    lines = run.runpytest_subprocess("--fixtures").outlines
+    found = (re.match(r"(\w+)(?: \[\w+ scope\])? -- ", line) for line in lines)
+    return {match[1]: lines[lines.index(match.string) + 1].strip() for match in found if match}
+
+
+def blocks_by_file(page: Path) -> Mapping[str, str]:
+    """Return the files of a page: each block of Python or TOML begins with the name of its file."""
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    files = defaultdict[str, str](str)
+    for block in blocks:
+        header = re.match(r"# (\w+\.\w+)\n", block)
+        assert header, f"this block does not name its file:\n{block}"
+        files[header[1]] += block
+    return files

@@ -26,9 +26,9 @@ from postroom.stores.sql.statement import Result, Script, Statement
 from postroom.testing.clients import PostgresClient
 from postroom.testing.faults import FaultProxy
 from postroom.testing.pgbouncer import PgBouncer
-from postroom.testing.plugin import _private
 from postroom.testing.waiting import until
 from postroom.transaction import current_transaction
+from tests.support.server_fixtures import run_private
 
 Driver: TypeAlias = Literal["asyncpg", "psycopg"]
 DRIVERS: tuple[Driver, ...] = ("asyncpg", "psycopg")
@@ -135,7 +135,7 @@ def test_a_transaction_pooler_is_noticed_however_it_deals_out_sessions(
     driver: Driver, postgres_dsn: str, size: int, round_robin: str
 ) -> None:
     """S2-49: the last one that came back, or one after the other."""
-    for pooler in _private(PgBouncer(postgres_dsn, pool_size=size, settings={"server_round_robin": round_robin})):
+    for pooler in run_private(PgBouncer(postgres_dsn, pool_size=size, settings={"server_round_robin": round_robin})):
         dsn = pooler.through(postgres_dsn)
 
         async def main(dsn: str = dsn) -> None:
@@ -163,7 +163,7 @@ async def chatter(dsn: str) -> None:
 @pytest.fixture
 def sessions_dsn(postgres_dsn: str) -> Iterator[str]:
     """An empty database through a pooler that keeps a session for each client."""
-    for pooler in _private(PgBouncer(postgres_dsn, mode="session", pool_size=20)):
+    for pooler in run_private(PgBouncer(postgres_dsn, mode="session", pool_size=20)):
         yield pooler.through(postgres_dsn)
 
 

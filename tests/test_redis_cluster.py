@@ -32,9 +32,9 @@ from postroom.stores.redis.profile import check_profile, confirm
 from postroom.stores.redis.stream_keys import StreamKeys
 from postroom.testing.clients import RedisClient
 from postroom.testing.cluster import RedisCluster, ValkeyCluster
-from postroom.testing.plugin import skip_or_fail
 from postroom.testing.servers import RedisServer, ServerMissingError
 from postroom.testing.waiting import until
+from tests.support.server_fixtures import skip_or_fail
 
 from .worlds import REDIS_CLUSTERS
 

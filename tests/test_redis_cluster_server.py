@@ -17,10 +17,10 @@ from redis.backoff import NoBackoff
 
 from postroom.testing.clients import RedisClient
 from postroom.testing.cluster import RedisCluster, RedisGroup, RedisReplicated, ValkeyCluster, ValkeyReplicated
-from postroom.testing.plugin import skip_or_fail
 from postroom.testing.processes import is_gone
 from postroom.testing.programs import REDIS, VALKEY, ServerError, ServerMissingError
 from postroom.testing.servers import RedisServer, ValkeyServer
+from tests.support.server_fixtures import skip_or_fail
 
 from .worlds import REDIS_CLUSTERS, proof
 

@@ -22,10 +22,10 @@ from postroom.stores.redis.client import Client
 from postroom.stores.redis.profile import Checked, Profile, check_profile, confirm
 from postroom.testing.clients import RedisClient
 from postroom.testing.cluster import RedisCluster, RedisReplicated, ValkeyReplicated
-from postroom.testing.plugin import skip_or_fail
 from postroom.testing.programs import ServerMissingError
 from postroom.testing.servers import RedisServer, ValkeyServer
 from postroom.testing.waiting import until
+from tests.support.server_fixtures import skip_or_fail
 
 from .worlds import REDIS_CLUSTERS, proof
 

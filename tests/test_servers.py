@@ -24,7 +24,6 @@ import pytest
 from postroom.errors import InvalidNameError
 from postroom.testing import processes
 from postroom.testing.clients import PostgresClient, RedisClient, SqlClient
-from postroom.testing.plugin import skip_or_fail
 from postroom.testing.processes import descendants, is_gone, is_stopped, watch
 from postroom.testing.programs import POSTGRES, REDIS, VALKEY, Programs, relocate
 from postroom.testing.servers import (
@@ -37,6 +36,7 @@ from postroom.testing.servers import (
     SqlServer,
     ValkeyServer,
 )
+from tests.support.server_fixtures import skip_or_fail
 
 T = TypeVar("T")
 SQL = [PostgresServer, MariaDBServer]

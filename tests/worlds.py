@@ -103,6 +103,7 @@ _SLOW: Final = (
     "tests/test_examples.py",
     "tests/test_plugin.py",
     "tests/test_redis_",
+    "tests/test_server_fixtures.py",
     "tests/test_servers.py",
     "tests/test_variants.py",
 )

@@ -22,6 +22,7 @@ __all__ = [
     "Features",
     "OnDead",
     "Outcome",
+    "Peeked",
     "Release",
     "Retry",
     "Settlement",
@@ -119,6 +120,17 @@ class ClaimTerms:
         return min(3, max(self.max_attempts - 1, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Peeked:
+    """A message that is due, as it is stored: ``message.attempt`` counts the attempts so far."""
+
+    message: Message
+    #: How long it has been due; for a message whose lease ran out, since it was due before that lease.
+    due_for: timedelta
+    #: Why the stored row cannot be read.
+    broken: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """How a namespace is doing; counts stop at ``ceiling`` so that they stay cheap."""
@@ -184,6 +196,15 @@ class Store(Protocol):
         Due are pending messages whose time has come and those whose lease ran out, while they have attempts left.
         The claim is durable when this returns: the attempt is counted and the token has risen.
         Of one key only the head is taken, with as many of its direct followers as fit, in order.
+        """
+        ...
+
+    async def peek(self, limit: int, *, topic: str | None = None) -> list[Peeked]:
+        """Return up to ``limit`` messages that claims would bring next, in the order of a claim; change nothing.
+
+        With ``topic`` only messages of that topic are returned. Messages behind a dead one of their key are not. How
+        many attempts a dispatcher allows is not known here, so messages that it would make dead are returned as well.
+        A store looks at a bounded number of messages, so behind many that cannot be claimed later ones may be missed.
         """
         ...
 

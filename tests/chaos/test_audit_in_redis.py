@@ -22,9 +22,9 @@ from chaos.stores import delivering_store, handling_store
 from postroom import ClaimTerms, Dead, Delivered, Message, Release, Retry, Settlement
 from postroom.dead_letters import StoredDeadLetters
 from postroom.store import Claim, Store
-from postroom.testing.plugin import skip_or_fail
 from postroom.testing.servers import ServerMissingError, ValkeyServer
 from postroom.testing.waiting import until
+from tests.support.server_fixtures import skip_or_fail
 
 LEASE = timedelta(seconds=30)
 #: One that can be waited for.

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from chaos.run import server_of
-from postroom.testing.plugin import skip_or_fail
 from postroom.testing.programs import MARIADB, PGBOUNCER, POSTGRES
 from postroom.testing.servers import ServerMissingError
+from tests.support.server_fixtures import skip_or_fail
 from tests.worlds import CHAOS_STORES
 
 #: How long faults go on in each tier; a minute is what the promises are tested with.

@@ -25,7 +25,7 @@ from postroom.stores.sql.sessions import Pooler  # noqa: E402
 from postroom.testing.clients import MariaDBClient, PostgresClient, RedisClient, SqlClient  # noqa: E402
 from postroom.testing.contracts import StoredRow, StoreHarness  # noqa: E402
 from postroom.testing.pgbouncer import PgBouncer  # noqa: E402
-from postroom.testing.plugin import _private  # noqa: E402
+from tests.support.server_fixtures import run_private  # noqa: E402
 from tests.worlds import REDIS_PLACES  # noqa: E402
 
 from .in_redis import RedisHarness  # noqa: E402
@@ -355,7 +355,7 @@ def make_psycopg(postgres_tables: str) -> MakeHarness:
 @pytest.fixture(scope="session")
 def pooled_tables(postgres_tables: str) -> Iterator[str]:
     """The tables through a PgBouncer whose clients share three server sessions."""
-    for pooler in _private(PgBouncer(postgres_tables, pool_size=3)):
+    for pooler in run_private(PgBouncer(postgres_tables, pool_size=3)):
         yield pooler.through(postgres_tables)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from postroom.testing.clients import RedisClient, ValkeyClient
-from postroom.testing.plugin import skip_or_fail
 from postroom.testing.redis60 import Redis60
 from postroom.testing.servers import RedisServer, ServerMissingError, ValkeyServer
+from tests.support.server_fixtures import skip_or_fail
 
 HERE = Path(__file__).parent
 #: What takes long for its amounts, or starts processes; others say the same of commands.

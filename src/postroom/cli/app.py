@@ -13,6 +13,7 @@ from ..errors import ConfigurationError, PostroomError
 from ..text import printable
 from .demo import demo
 from .dispatch import dispatch
+from .peek import peek
 from .schema import schema
 from .status import status
 
@@ -85,5 +86,5 @@ def app() -> None:
     """  # noqa: D301 -- \b keeps click from joining the lines
 
 
-for _command in (schema, dispatch, status, demo):
+for _command in (schema, dispatch, peek, status, demo):
     app.add_command(_command)

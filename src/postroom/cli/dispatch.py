@@ -72,7 +72,8 @@ def dispatch(  # noqa: PLR0913 -- one for each option
 
     One signal lets deliveries under way finish within --shutdown-grace; a second ends at once. Nothing is lost by
     either, nor by kill -9: what was not confirmed is delivered after the next start. Any number may run.
-    With a stdout: broker, stdout holds nothing but messages.
+    With a stdout: broker, stdout holds nothing but messages, and each of them is then delivered: to look at messages
+    without delivering them, use postroom peek.
 
     \b
     Exit codes:
@@ -115,6 +116,14 @@ class _Signalled(events.Event):
     signal: str
 
 
+@dataclass(frozen=True, slots=True)
+class _PrintsMessages(events.Event):
+    """The dispatcher prints messages, which looks like a way to read them."""
+
+    level = logging.WARNING
+    text = "messages printed on stdout are marked as delivered; `postroom peek` shows messages and changes nothing"
+
+
 class EventLog:
     """Writes events as lines of text or JSON; unless each is wanted, repeated failures of one kind as one a minute."""
 
@@ -138,7 +147,9 @@ class EventLog:
             fields = {name: _plain(value) for name, value in event.as_dict().items()}
             repeated = {} if repeats is None else {"repeats": repeats.count}
             line = json.dumps(
-                {"time": now, "level": level, "event": type(event).__name__, "text": text} | fields | repeated
+                {"time": now, "level": level, "event": type(event).__name__.removeprefix("_"), "text": text}
+                | fields
+                | repeated
             )
         with suppress(BrokenPipeError):  # the reader of the log has gone; delivery goes on
             self._stream.write(f"{line}\n")
@@ -184,6 +195,8 @@ class _Session:
     def listen(self, event: events.Event) -> None:
         """Take note of what decides the exit code, and log."""
         match event:
+            case events.Started() if isinstance(self._publisher, LinesBroker):
+                self._log(_PrintsMessages())
             case events.BreakerOpened(destination):
                 self._down.add(destination)
                 if isinstance(self._publisher, LinesBroker) and self._publisher.is_gone and self._dispatcher:

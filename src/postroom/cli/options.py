@@ -7,7 +7,8 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+import shlex
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 from uuid import UUID
 
 import click
+from click.core import ParameterSource
 
 from ..errors import ConfigurationError, StoreFileMissingError
 from ..message import DEFAULT_NAMESPACE
@@ -35,6 +37,7 @@ __all__ = [
     "show_duration",
     "store_options",
     "table_options",
+    "without_password",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -98,6 +101,13 @@ class StoreOptions:
     schema: str | None
     profile: str | None
     pooler: str | None = None
+    #: The options of these that stood on the command line, as they were written there, but without passwords.
+    given: tuple[str, ...] = ()
+
+    @property
+    def apply_command(self) -> str:
+        """The command that creates the tables of this store."""
+        return shlex.join(["postroom", "schema", "apply", *self.given])
 
     def make(self, *, may_create: bool = False, **settings: timedelta) -> Store:
         """Return the store, not yet opened."""
@@ -140,7 +150,8 @@ def store_options(command: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(command)
     def with_store(*args: Any, store: str, **rest: Any) -> R:  # noqa: ANN401 -- whatever else the command takes
         chosen = {name: rest.pop(name) for name in ("namespace", "table", "inbox", "schema", "profile", "pooler")}
-        return command(*args, store_options=StoreOptions(url=store, **chosen), **rest)
+        given = _given({"store": without_password(store), **chosen})
+        return command(*args, store_options=StoreOptions(url=store, **chosen, given=given), **rest)
 
     with_pooler = option(
         "--pooler",
@@ -158,6 +169,18 @@ def store_options(command: Callable[..., R]) -> Callable[..., R]:
         metavar="URL",
         help="The database: postgresql://…, mysql://…, sqlite:///file. Prefer the environment for a password.",
     )(with_namespace)
+
+
+def _given(values: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Return those of the values that come from the command line, as options; the environment holds the others."""
+    context = click.get_current_context()
+    names = [name for name in values if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    return tuple(word for name in names for word in (f"--{name}", str(values[name])))
+
+
+def without_password(url: str) -> str:
+    """Return a URL with stars in place of its password, and without its parameters, which may hold another one."""
+    return re.sub(r"(?<=://)([^:@/]*):.*@", r"\1:***@", url).partition("?")[0]
 
 
 def derived_options(function: Callable[..., object], *, leave_out: Sequence[str]) -> Callable[[F], F]:

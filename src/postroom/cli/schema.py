@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from inspect import cleandoc
 from typing import Any, Final
@@ -22,6 +23,8 @@ from .options import StoreOptions, as_json, echo_json, run, store_options, table
 
 __all__ = ["schema"]
 
+#: What a difference says to run; here it is completed with the options that were given.
+_APPLY: Final = "postroom schema apply"
 _NEEDED: Final = version_text((VERSION, STEP))
 
 
@@ -62,14 +65,14 @@ async def _apply(options: StoreOptions) -> list[str]:
         await store.apply_schema()
     finally:
         await store.close()
-    return differences
+    return [difference.removesuffix(f"; run `{_APPLY}`") for difference in differences]
 
 
 def _report(table: str, mended: list[str]) -> list[str]:
     if not mended:
         return [f"nothing to do: {table} has version {_NEEDED}"]
-    if mended[0].startswith("version is missing"):
-        return [f"created {table}, version {_NEEDED}: {len(mended)} parts"]
+    if mended[0].startswith("tables "):
+        return [f"created {table} and the tables beside it, version {_NEEDED}"]
     if mended[0].startswith("version is "):
         version = mended[0].removeprefix("version is ").partition(",")[0]
         return [f"upgraded {table} from version {version} to {_NEEDED}: {len(mended)} parts"]
@@ -82,7 +85,7 @@ def _report(table: str, mended: list[str]) -> list[str]:
 def check(store_options: StoreOptions, *, as_json: bool) -> None:
     """Print every difference between the tables and what this release needs; exit with 1 if there is any.
 
-    Tables that are missing or of an older version are one line, which says what to run.
+    If all tables are missing, or are of another version, one line says so, and what to run.
 
     \b
     Example:
@@ -92,15 +95,15 @@ def check(store_options: StoreOptions, *, as_json: bool) -> None:
     if as_json:
         echo_json({"table": store_options.table, "version": VERSION, "step": STEP, "differences": differences})
     else:
-        click.echo(
-            "\n".join(map(printable, _shown(differences))) or f"{store_options.table} is as version {_NEEDED} needs it"
-        )
+        lines = [text.replace(_APPLY, store_options.apply_command) for text in _shown(differences)]
+        click.echo("\n".join(map(printable, lines)) or f"{store_options.table} is as version {_NEEDED} needs it")
     sys.exit(1 if differences else 0)
 
 
 def _shown(differences: list[str]) -> list[str]:
     """Leave out what follows from the version being another one, whose line says what to do."""
-    return differences[:1] if any(text.startswith("version is") for text in differences[:1]) else differences
+    has_other_version = bool(differences) and re.match(r"version is \d", differences[0])
+    return differences[:1] if has_other_version else differences
 
 
 async def _check(options: StoreOptions) -> list[str]:

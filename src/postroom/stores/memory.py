@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from typing import Final, TypeVar
 
 from ..checks import check_duration, check_function
@@ -23,6 +23,7 @@ from ..store import (
     Delivered,
     Features,
     Outcome,
+    Peeked,
     Release,
     Retry,
     Settlement,
@@ -110,6 +111,14 @@ class MemoryStore:
                     return chosen
                 chosen.append(row)
         return chosen
+
+    async def peek(self, limit: int, *, topic: str | None = None) -> list[Peeked]:
+        """Return messages that claims would bring next; change nothing."""
+        now = self._clock()
+        lines = chain(*(self.rows.due(self.namespace, status, now) for status in ("processing", "pending")))
+        due = (row for line in lines for row in takewhile(lambda row: _is_waiting(row, now), line))
+        chosen = islice((row for row in due if topic in {None, row.message.topic}), max(limit, 0))
+        return [Peeked(row.message, now - row.due) for row in sorted(chosen, key=lambda row: row.number)]
 
     def _expired_heads(self, terms: ClaimTerms, now: datetime) -> list[MemoryRow]:
         return [next(_standing(line, terms)) for line in self.rows.due(self.namespace, "processing", now)]
@@ -243,6 +252,11 @@ def _is_ready(row: MemoryRow, terms: ClaimTerms, now: datetime) -> bool:
     if row.status == "pending":
         return _is_ours(row, terms) and row.due <= now and row.message.attempt < terms.max_attempts
     return _is_ours(row, terms) and row.is_expired(now) and row.message.attempt < terms.suspect_after
+
+
+def _is_waiting(row: MemoryRow, now: datetime) -> bool:
+    """Tell whether a message is due or was left behind, however many attempts it has had."""
+    return row.is_expired(now) or (row.status == "pending" and row.due <= now)
 
 
 def _is_suspect(row: MemoryRow, terms: ClaimTerms, now: datetime) -> bool:

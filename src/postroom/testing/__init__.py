@@ -1,4 +1,4 @@
-"""What proves postroom, offered to its users: real throw-away servers and pytest fixtures.
+"""What tests of applications and of stores need: contracts, pytest fixtures, an idempotency check, real servers.
 
-Import from the modules: pytest loads this package in every run, so it imports nothing itself.
+Import from the modules; this package imports none of them, so that a test pays only for what it uses.
 """

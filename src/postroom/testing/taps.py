@@ -21,7 +21,7 @@ from ..delivery import Delivery
 from ..message import Message
 from ..middleware import Next
 from ..outbox import AddResult, AsyncConnection, Options, Outbox
-from ..store import Claim, ClaimTerms, Delivered, Features, Outcome, Release, Settlement, Stats, Store
+from ..store import Claim, ClaimTerms, Delivered, Features, Outcome, Peeked, Release, Settlement, Stats, Store
 from ..stores.sql.driver import Driver
 from ..stores.sql.statement import Result, Script, Statement
 from ..stores.sql.store import SQLStore
@@ -121,6 +121,9 @@ class TappedStore:
     async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         async with self._around("claim"):
             return await self._store.claim(limit, terms)
+
+    async def peek(self, limit: int, *, topic: str | None = None) -> list[Peeked]:
+        return await self._store.peek(limit, topic=topic)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         is_release = all(isinstance(settlement.outcome, Release) for settlement in settlements)

@@ -18,6 +18,7 @@ from ...store import (
     Dead,
     Delivered,
     Features,
+    Peeked,
     Release,
     Retry,
     Settlement,
@@ -41,7 +42,7 @@ _OUTCOMES: Final = {Delivered: "d", Retry: "r", Dead: "x", Release: "e"}
 _PARKED: Final = "k"
 #: How many bytes of a token are told.
 _TOKEN: Final = 8
-#: What a claim of the script consists of.
+#: What a message consists of in the answers of the scripts `claim` and `peek`.
 _PARTS: Final = 6
 
 
@@ -147,6 +148,16 @@ class RedisStore(StoreInRedis):
             arrived=int(seq),
         )
         return Claim(message, bool(suspect), broken)
+
+    async def peek(self, limit: int, *, topic: str | None = None) -> list[Peeked]:
+        """Return up to ``limit`` messages that claims would bring next; change nothing."""
+        now, *parts = await self._run("peek", min(max(limit, 0), AT_ONCE), topic or "")
+        peeked: list[Peeked] = []
+        for first in range(0, len(parts), _PARTS):
+            *stored, due = parts[first : first + _PARTS]
+            claim = self._claimed(*stored, suspect=0)
+            peeked.append(Peeked(claim.message, (int(now) - int(due)) * _MICROSECOND, claim.broken))
+        return [one for one in peeked if topic in {None, one.message.topic}]
 
     async def _settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         lost: list[Claim] = []

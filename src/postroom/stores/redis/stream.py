@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from ...errors import DecodeError, InvalidNameError, StoreError, StoreTimeoutError
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
-from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Release, Retry, Settlement, Stats
+from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Peeked, Release, Retry, Settlement, Stats
 from .base import AT_ONCE, SUSPECTS_EVERY, TIMEOUT, StoreInRedis, check_range
 from .profile import Profile
 from .record import clipped
@@ -33,6 +33,8 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 _MILLISECOND: Final = timedelta(milliseconds=1)
 #: When a message was added that was not due then; its entry is younger.
 _TIME: Final = b"postroom:time"
+#: What a message consists of in the answer of the script `peek`.
+_PARTS: Final = 5
 _OUTCOMES: Final[Mapping[type[Outcome], str]] = {Retry: "r", Dead: "x", Release: "e"}
 
 
@@ -245,6 +247,18 @@ class RedisStreamStore(StoreInRedis):
             return replace(unmarshal(fields), namespace=self.namespace, attempt=attempt, token=token, time=time)
         except Exception as error:  # noqa: BLE001 -- one entry that it cannot read must not hold up all the others
             raise DecodeError(f"the entry cannot be read ({type(error).__name__})") from None
+
+    async def peek(self, limit: int, *, topic: str | None = None) -> list[Peeked]:
+        """Return up to ``limit`` messages that claims would bring next; change nothing."""
+        limit = max(limit, 0)
+        # The topic is known once an entry is read.
+        base, *parts = await self._run("peek", min(limit, AT_ONCE) if topic is None else AT_ONCE)
+        found = [self._peeked(int(base), *parts[first : first + _PARTS]) for first in range(0, len(parts), _PARTS)]
+        return [peeked for peeked in found if topic in {None, peeked.message.topic}][:limit]
+
+    def _peeked(self, base: int, entry: bytes, words: list[bytes], count: int, attempts: int, due_for: bytes) -> Peeked:
+        claim = self._one(entry or b"0-0", _fields(words), attempts, base + count)
+        return Peeked(claim.message, int(due_for) * _MICROSECOND, claim.broken)
 
     # -- settle ------------------------------------------------------------------------------------------------
 

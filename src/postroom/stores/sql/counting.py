@@ -84,19 +84,21 @@ class Counting(Wording):
                 WHERE {{is_parked}} AND namespace = :namespace AND destination IS NOT NULL
                 ORDER BY destination, next_attempt_at, seq LIMIT {LOOKED_AT}) AS first) AS parked
         """
-    #: That a row is the first of its key, and that no dead one of its key came before it.
-    is_head: ClassVar[str] = """
-        head.seq = (
-            SELECT earlier.seq FROM {outbox} AS earlier{by_key}
-            WHERE {unsettled} AND earlier.namespace = head.namespace
-              AND earlier.topic = head.topic AND earlier.{key} = head.{key}
-            ORDER BY earlier.seq LIMIT 1)
-        AND (
+    #: That no dead message of its key came before a row.
+    no_dead_before: ClassVar[str] = """(
             SELECT dead.seq FROM {outbox} AS dead{by_dead}
             WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
               AND dead.{key} = head.{key} AND dead.seq < head.seq
             ORDER BY dead.seq LIMIT 1) IS NULL
         """
+    #: That a row is the first of its key, and that no dead one of its key came before it.
+    is_head: ClassVar[str] = f"""
+        head.seq = (
+            SELECT earlier.seq FROM {{outbox}} AS earlier{{by_key}}
+            WHERE {{unsettled}} AND earlier.namespace = head.namespace
+              AND earlier.topic = head.topic AND earlier.{{key}} = head.{{key}}
+            ORDER BY earlier.seq LIMIT 1)
+        AND {no_dead_before}"""
     _oldest_keyed: ClassVar[str] = f"""
         WITH head AS (
             SELECT namespace, topic, {{key}}, seq, next_attempt_at FROM {{outbox}}{{by_due}}

@@ -11,6 +11,7 @@ from .claiming import Claiming
 from .counting import Counting
 from .decisions import Deciding
 from .parking import Parking
+from .peeking import Peeking
 from .receiving import Receiving
 from .settling import Settling
 from .statement import Script, Statement
@@ -32,7 +33,7 @@ class Server:
     read_only: bool = False
 
 
-class Dialect(Deciding, Claiming, Settling, Parking, Receiving, Counting):
+class Dialect(Deciding, Claiming, Peeking, Settling, Parking, Receiving, Counting):
     """One database's SQL for one outbox and its inbox, as statements and scripts without any I/O."""
 
     needed: ClassVar[str]

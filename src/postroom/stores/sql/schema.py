@@ -237,8 +237,10 @@ class Schema:
             raise SchemaVersionError(table, found or (0, 0), (VERSION, STEP))
 
     def check(self) -> Script[list[str]]:
-        """Return every difference between what is there and what should be, as sentences."""
+        """Return every difference between what is there and what should be, as sentences; one if nothing is there."""
         yield from self.take_time()
+        if not (yield from self._has_tables()):
+            return [f"tables {', '.join(self._all_tables())} are missing; run `postroom schema apply`"]
         found = yield from self.current()
         differences: list[str] = []
         if not _is_enough(found):
@@ -248,6 +250,17 @@ class Schema:
         for group in _GROUPS:
             differences += yield from self._differences(group)
         return differences
+
+    def _has_tables(self) -> Script[bool]:
+        """Return whether any of the tables is there."""
+        for table in self._all_tables():
+            there = yield self.dialect.query(self.exists, **self._table(table))
+            if there.rows[0][0]:
+                return True
+        return False
+
+    def _all_tables(self) -> list[str]:
+        return [table for group in _GROUPS for table in self.tables(group)]
 
     def _differences(self, group: Group) -> Script[list[str]]:
         found = yield from self.describe(group)

@@ -23,7 +23,7 @@ from ...errors import (
 from ...inbox import Inbox, Mode
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
 from ...outbox import Outbox
-from ...store import Claim, ClaimTerms, Features, Settlement, Stats
+from ...store import Claim, ClaimTerms, Features, Peeked, Settlement, Stats
 from ...transaction import Transactions
 from .claiming import Walk
 from .dialects.mysql import MySQL
@@ -184,6 +184,14 @@ class SQLStore:
                 token=row[11],
             )
             return Claim(message, suspect, broken=str(error))
+
+    async def peek(self, limit: int, *, topic: str | None = None) -> list[Peeked]:
+        """Return up to ``limit`` messages that claims would bring next; change nothing."""
+        if limit < 1:
+            return []
+        rows = await self._run(self._dialect.peek(self.namespace, limit, topic), atomic=False)
+        found = [(self._claim(row, suspect=False), timedelta(seconds=age)) for row, age in rows]
+        return [Peeked(claim.message, due_for, claim.broken) for claim, due_for in found if claim is not None]
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Record what became of claims; return those that were lost."""

@@ -22,6 +22,7 @@ from .claiming import ClaimingContract
 from .harness import StoredRow, StoreHarness
 from .ordering import OrderingContract
 from .parking import ParkingContract
+from .peeking import PeekingContract
 from .settling import SettlingContract
 from .upkeep import UpkeepContract
 
@@ -32,6 +33,7 @@ class StoreContract(
     AddingContract,
     ClaimingContract,
     ChoosingContract,
+    PeekingContract,
     SettlingContract,
     OrderingContract,
     ParkingContract,

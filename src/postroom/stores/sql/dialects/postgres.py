@@ -223,6 +223,12 @@ class PostgreSQL(Bounded):
         RETURNING id, topic, type, {key}, payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
                   attempts, token, seq
         """
+    _shown: ClassVar[str] = """
+        SELECT id, topic, type, {key}, payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
+               attempts, token, seq
+        FROM {outbox}
+        WHERE id = ANY (:rows::uuid[])
+        """
     #: That the rows up to this one fit into a claim; the first always does, since no row has a size of zero.
     fits: ClassVar[str] = "total <= :max_bytes::bigint OR total = size"
     # MATERIALIZED keeps the planner from running the locking SELECT twice, which would take more than the limit.

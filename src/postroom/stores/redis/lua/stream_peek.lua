@@ -1,0 +1,62 @@
+-- Show messages that claims would bring next; nothing is written.
+-- ARGV: the group, and how many.
+-- Answers the base of tokens, and then for each message its entry, or nothing for one that is not in the stream yet, its
+-- fields, its deliveries, its attempts, and for how many microseconds it has been due.
+local limit = tonumber(ARGV[2])
+local answer = { whole(base) }
+local count = 0
+
+local function show(entry, fields, deliveries, attempts, at)
+  count = count + 1
+  for _, part in ipairs({ entry, fields, deliveries, attempts, whole(now - at) }) do answer[#answer + 1] = part end
+end
+
+-- Show an entry that the group has read.
+local function show_held(entry, deliveries)
+  local note, found = note_of(entry), redis.call('XRANGE', stream, entry, entry)[1]
+  if found then show(entry, found[2], deliveries, deliveries - note[RELEASED], note[DUE]) end
+end
+
+-- What a worker did not come back for.
+for _, name in ipairs(overdue()) do
+  local lease = tonumber(name:match('|(%d+)$')) or FOREIGN
+  local is_gone = tonumber(redis.call('ZSCORE', leases, name)) == 0
+  local held = redis.pcall('XPENDING', stream, group, '-', '+', SCANNED, name)
+  for _, one in ipairs(held.err and {} or held) do
+    if count < limit and (is_gone or one[3] > lease) then show_held(one[1], one[4]) end
+  end
+end
+
+-- What waits for its next try, of all topics, the oldest first.
+local found = {}
+for _, word in ipairs(redis.call('HVALS', topics)) do
+  local topic = math.min(tonumber(word), 65535)
+  local from, to = '[' .. struct.pack('>I2', topic), '(' .. struct.pack('>I2I8', topic, now + 1)
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', waiting, from, to, 'LIMIT', 0, limit)) do
+    found[#found + 1] = member:sub(3)
+  end
+end
+table.sort(found)
+for _, place in ipairs(found) do
+  if count >= limit then break end
+  local name, deliveries = holder(place:sub(9))
+  if name == WAITING then show_held(place:sub(9), deliveries) end
+end
+
+-- What is new, and behind it what a claim would add to the stream because its time has come.
+local first = count < limit and unread()
+for _, one in ipairs(first and redis.call('XRANGE', stream, first, '+', 'COUNT', limit - count) or {}) do
+  show(one[1], one[2], 0, 0, note_of(one[1])[DUE])
+end
+local soon = count < limit
+  and redis.call('ZRANGEBYSCORE', delayed, '-inf', whole(now), 'WITHSCORES', 'LIMIT', 0, limit - count) or {}
+for number = 1, #soon, 2 do
+  local packed = redis.call('HGET', later, soon[number])
+  if packed then
+    local record = cmsgpack.unpack(packed)
+    record[#record + 1], record[#record + 2] = 'postroom:time', whole(record[1])
+    table.remove(record, 1)
+    show('', record, 0, 0, tonumber(soon[number + 1]))
+  end
+end
+return answer

@@ -1,0 +1,1 @@
+"""What the tests of this project share and users do not need."""
