@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from .mutant import Mutant, mutant
 
@@ -31,19 +31,29 @@ class Fixed:
     tests: Sequence[str]
 
 
-def fixed(root: Path, path: Path = LIST) -> Iterator[Fixed]:
-    """Yield the mutants of the list; raise `StaleError` for a text that its file does not hold exactly once."""
-    for entry in tomllib.loads(path.read_text())["mutant"]:
-        source = (root / entry["path"]).read_text()
-        old: str = entry["old"]
-        if source.count(old) != 1:
-            found = source.count(old)
-            raise StaleError(f"{entry['name']}: {entry['path']} holds this text {found} times instead of once:\n{old}")
-        start = source.index(old)
-        change = (start, start + len(old), entry["new"])
-        yield Fixed(
-            entry["name"],
-            entry["promise"],
-            mutant(entry["path"], entry["name"], "fixed", source, change),
-            entry["tests"],
-        )
+def fixed(root: Path, path: Path = LIST) -> list[Fixed]:
+    """Return the mutants of the list; raise `StaleError` if a text does not stand in its file exactly once."""
+    entries = tomllib.loads(path.read_text())["mutant"]
+    stale = list(_stale(entries, root))
+    if stale:
+        raise StaleError("\n".join(stale))
+    return [_mutated(entry, (root / entry["path"]).read_text()) for entry in entries]
+
+
+def _stale(entries: Sequence[Mapping[str, Any]], root: Path) -> Iterator[str]:
+    for entry in entries:
+        file = root / entry["path"]
+        count = file.read_text().count(entry["old"]) if file.exists() else 0
+        if count != 1:
+            yield f"{entry['name']}: {entry['path']} holds this text {count} times instead of once: {entry['old']}"
+
+
+def _mutated(entry: Mapping[str, Any], source: str) -> Fixed:
+    start = source.index(entry["old"])
+    change = (start, start + len(entry["old"]), entry["new"])
+    return Fixed(
+        entry["name"],
+        entry["promise"],
+        mutant(entry["path"], entry["name"], "fixed", source, change),
+        entry["tests"],
+    )

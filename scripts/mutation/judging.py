@@ -8,7 +8,7 @@ from typing import Final
 
 from .coverage_map import CoverageMap
 from .equivalent import Identity
-from .fixed import Fixed, StaleError
+from .fixed import Fixed
 from .mutant import Mutant
 from .report import Fate, Verdict
 from .runner import Copy, Ran
@@ -46,32 +46,31 @@ def _run(copy: Copy, part: Pass) -> Ran:
 
 
 class Baselines:
-    """How long the tests of the fixed list take without a mutant; they must pass, or their failure means nothing."""
+    """How long the tests of the fixed list take without a mutant, once they have passed."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[str, ...], float] = {}
+        self._seconds: dict[tuple[str, ...], float | None] = {}
         self._lock = Lock()
 
-    def seconds(self, copy: Copy, tests: Sequence[str]) -> float:
-        """Return how long tests take; run them if that is not known yet."""
+    def seconds(self, copy: Copy, tests: Sequence[str]) -> float | None:
+        """Return how long tests take, None if they do not pass; run them if that is not known yet."""
         key = tuple(tests)
         with self._lock:
-            known = self._seconds.get(key)
-        if known is None:
-            ran = copy.run(tests, timeout=LONGEST, each=LONGEST)
-            if ran.result != "passed":
-                raise StaleError(f"these tests fail without a mutant: {', '.join(tests)}\n{ran.output}")
-            known = ran.seconds
-            with self._lock:
-                self._seconds[key] = known
-        return known
+            if key in self._seconds:
+                return self._seconds[key]
+        ran = copy.run(tests, timeout=LONGEST, each=LONGEST)
+        with self._lock:
+            self._seconds[key] = ran.seconds if ran.result == "passed" else None
+            return self._seconds[key]
 
 
 def judge_fixed(copy: Copy, entry: Fixed, baselines: Baselines) -> Verdict:
     """Run the tests that an entry of the fixed list names."""
     seconds = baselines.seconds(copy, entry.tests)
+    if seconds is None:
+        return Verdict(entry.name, entry.mutant, "unproven", entry.promise, entry.tests)
     with copy.changed(entry.mutant):
         ran = copy.run(entry.tests, timeout=SLOWER * seconds + STARTING, each=LONGEST)
     fate: Fate = "survived" if ran.result == "passed" else "killed"
-    note = f"{entry.promise}, {ran.result}"
+    note = entry.promise if ran.result == "passed" else f"{entry.promise}, {ran.result}"
     return Verdict(entry.name, entry.mutant, fate, note, entry.tests)

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from .mutant import Mutant
 
@@ -14,8 +14,9 @@ __all__ = ["Fate", "Progress", "Verdict", "summary"]
 
 #: How many tests are named of each survivor.
 NAMED: Final = 10
-#: ``killed`` means that a test has failed or hung, ``untested`` that no test runs the line.
-Fate: TypeAlias = Literal["killed", "survived", "untested", "equivalent"]
+#: ``killed`` means that a test has failed or hung, ``untested`` that no test runs the line, ``unproven`` that the tests
+#: which should notice fail or are missing without the mutant too.
+Fate: TypeAlias = Literal["killed", "survived", "untested", "unproven", "equivalent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Verdict:
     @property
     def has_survived(self) -> bool:
         """Whether a test is missing."""
-        return self.fate in {"survived", "untested"}
+        return self.fate in {"survived", "untested", "unproven"}
 
 
 class Progress:
@@ -61,13 +62,13 @@ def summary(verdicts: Sequence[Verdict], sources: dict[str, str]) -> str:
     """Return the survivors with their diffs and the tests that ran, and a line that counts everything."""
     survivors = [one for one in verdicts if one.has_survived]
     parts = [_shown(one, sources[one.mutant.path]) for one in survivors]
-    counts = {fate: sum(one.fate == fate for one in verdicts) for fate in ("killed", "survived", "untested")}
-    listed = sum(one.fate == "equivalent" for one in verdicts)
+    counts = {fate: sum(one.fate == fate for one in verdicts) for fate in get_args(Fate)}
     by_snapshots = sum(one.note == "snapshots" for one in verdicts)
     share = 100 * len(survivors) / len(verdicts) if verdicts else 0.0
     parts.append(
-        f"{len(verdicts)} mutants: {counts['killed']} killed ({by_snapshots} by snapshots alone), {listed} equivalent, "
-        f"{counts['survived']} survived, {counts['untested']} run by no test: {share:.1f} % survivors"
+        f"{len(verdicts)} mutants: {counts['killed']} killed ({by_snapshots} by snapshots alone), "
+        f"{counts['equivalent']} equivalent, {counts['survived']} survived, {counts['untested']} run by no test, "
+        f"{counts['unproven']} unproven: {share:.1f} % survivors"
     )
     return "\n".join(parts)
 
