@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,11 +47,14 @@ _T = TypeVar("_T")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the mutants that are asked for; return 1 if one of them survives."""
     options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that copies are deleted then too
     try:
         verdicts = _fixed(options) if options.seed is None else _chosen(options)
     except StaleError as error:
         print(f"scripts/mutation/fixed.toml is stale: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(summary(verdicts, {one.mutant.path: (ROOT / one.mutant.path).read_text() for one in verdicts}))
     return int(any(verdict.has_survived for verdict in verdicts))
 
@@ -110,9 +114,15 @@ def _in_copies(mutants: Sequence[_T], judged: Callable[[Copy, _T], Verdict], job
         return verdict
 
     with ExitStack() as stack, ThreadPoolExecutor(jobs) as workers:
-        for _ in range(jobs):
-            free.put(stack.enter_context(copied(ROOT)))
-        return list(workers.map(work, mutants))
+        copies = [stack.enter_context(copied(ROOT)) for _ in range(jobs)]
+        for copy in copies:
+            free.put(copy)
+        try:
+            return list(workers.map(work, mutants))
+        except BaseException:
+            for copy in copies:
+                copy.stop()
+            raise
 
 
 def _print_list(mutants: Iterable[tuple[str, Mutant]]) -> None:

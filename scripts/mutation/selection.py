@@ -14,7 +14,7 @@ from .mutant import Mutant
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
-__all__ = ["Pass", "passes", "tests_of"]
+__all__ = ["Pass", "covering_tests", "passes"]
 
 #: For how many seconds, as they were recorded, the tests of each pass may run.
 FIRST: Final = 30.0
@@ -38,7 +38,7 @@ class Pass:
 
 def passes(found: CoverageMap, one: Mutant, root: Path) -> list[Pass]:
     """Return the tests that should notice a mutant: the fastest of them, the others, and the snapshots."""
-    covering = tests_of(found, one, root)
+    covering = covering_tests(found, one, root)
     own = f"test_{PurePath(one.path).stem}.py"
     in_turn = sorted(covering, key=lambda test: (not test.is_quick, PurePath(test.file).name != own, test.seconds))
     tests = [test for test in in_turn if test.file not in SNAPSHOTS]
@@ -57,7 +57,7 @@ def _within(seconds: float, tests: Iterable[CoveringTest]) -> Iterator[CoveringT
         yield test
 
 
-def tests_of(found: CoverageMap, one: Mutant, root: Path) -> list[CoveringTest]:
+def covering_tests(found: CoverageMap, one: Mutant, root: Path) -> list[CoveringTest]:
     """Return the tests that run a mutant's line, or those that use what is changed if that happens at import."""
     if one.path.endswith(".lua"):
         return _tests_of_script(found, one.path)
