@@ -41,8 +41,9 @@ def locked(room: Room, payload: bytes) -> Iterator[None]:
     with closing(room.connect()) as connection:
         cursor = connection.cursor()
         cursor.execute("SELECT id FROM postroom_outbox WHERE payload = %s", (payload,))
+        identity = cursor.fetchone()
         cursor.execute("BEGIN")
-        cursor.execute("SELECT id FROM postroom_outbox WHERE id = %s FOR UPDATE", cursor.fetchone())
+        cursor.execute("SELECT id FROM postroom_outbox WHERE id = %s FOR UPDATE", identity)
         yield
         cursor.execute("ROLLBACK")
 
