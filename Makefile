@@ -67,6 +67,11 @@ prove: setup ## Prove everything, on every server and Python there is: under 75 
 prove-tests: setup
 	$(call covered,prove)
 
+.PHONY: mutate
+mutate: setup ## Change one line at a time and see which changes no test notices; SEED=7 COUNT=100 chooses them.
+	scripts/mutate
+	scripts/mutate --seed $(or $(SEED),7) $(if $(COUNT),--count $(COUNT))
+
 .PHONY: chaos
 chaos: setup ## Break things under load and check every promise; SECONDS=60 STORE=postgres SEED=1 say how.
 	@$(BIN)/python -m chaos --store $(STORE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
@@ -105,7 +110,7 @@ constraints.txt-anew:
 .PHONY: clean
 clean: ## Remove everything that can be made again.
 	rm -rf $(VENV) $(VENV)-* .servers build dist htmlcov .coverage .coverage.* \
-		.hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+		.hypothesis .import_linter_cache .mutation .mypy_cache .pytest_cache .ruff_cache
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 # A new pip first: the one that comes with an older Python knows neither --group nor --build-constraint.

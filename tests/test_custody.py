@@ -86,3 +86,12 @@ async def test_a_claim_that_is_settled_while_it_is_renewed_is_not_held_again(chu
         await until(lambda: len(store.asked) > 4 // chunk, "another renewal")
 
     assert len(custody) == 3
+
+
+async def test_a_claim_is_safe_to_send_until_its_lease_has_ended() -> None:
+    """S2-29: what another worker may have claimed by now is not sent."""
+    custody, claims, expires = await held(MemoryStore(), chunk=4)
+    custody.hold(claims[:2], expires - 1)
+    custody.hold(claims[2:], expires + 3600)
+
+    assert [custody.is_safe(claim.message) for claim in claims] == [False, False, True, True]

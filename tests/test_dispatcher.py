@@ -37,6 +37,7 @@ from postroom.testing.waiting import until
 
 MS = timedelta(milliseconds=1)
 SECOND = timedelta(seconds=1)
+HOUR = timedelta(hours=1)
 QUICK = Backoff(base=MS, max=10 * MS)
 
 
@@ -1130,3 +1131,63 @@ async def test_a_dispatcher_that_never_reached_its_store_neither_starts_nor_stop
     await running
 
     assert {type(event) for event in told} == {ev.StoreFailed}
+
+
+def hours(asked: list[int]) -> Callable[[int], timedelta]:
+    """Return a backoff of an hour for each attempt, which notes what it was asked."""
+
+    def wait(attempts: int) -> timedelta:
+        asked.append(attempts)
+        return attempts * HOUR
+
+    return wait
+
+
+async def test_a_failed_message_waits_as_the_backoff_of_its_dispatcher_says() -> None:
+    """S2-42: the user's function decides, by the number of attempts."""
+    bench, asked = Bench(), list[int]()
+
+    async def refuse(message: Message) -> None:
+        raise ValueError("no")
+
+    bench.add()
+    async with bench.running(refuse, backoff=hours(asked)):
+        await until(lambda: bool(bench.told(ev.Retried)), "the retry")
+
+    row = bench.store.rows[0]
+    assert asked == [1]
+    assert row.due - row.changed == HOUR
+
+
+async def test_a_destination_that_is_down_is_left_alone_as_the_backoff_for_outages_says() -> None:
+    """G13: the user's function decides, by the number of failed probes."""
+    bench, asked = Bench(), list[int]()
+
+    async def refuse(message: Message) -> None:
+        raise BrokerUnavailableError("connection refused")
+
+    bench.add()
+    async with bench.running(refuse, outage_backoff=hours(asked)):
+        await until(lambda: bool(bench.told(ev.BreakerOpened)), "the outage")
+
+    assert asked == [1]
+
+
+async def test_a_message_is_leased_for_as_long_as_its_dispatcher_says() -> None:
+    """S2-29: the lease is the user's choice, from the claim on."""
+    bench = Bench()
+    started, finish = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        started.set()
+        await finish.wait()
+
+    bench.add()
+    async with bench.running(send, lease=HOUR):
+        await started.wait()
+        row = bench.store.rows[0]
+        until_then, since = row.locked_until, row.changed
+        finish.set()
+        await bench.until_status("delivered")
+
+    assert until_then == since + HOUR

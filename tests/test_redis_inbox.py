@@ -39,6 +39,7 @@ from postroom.middleware.chain import connect as connect_middlewares
 from postroom.store import Dead, Delivered, Outcome, Release, Retry
 from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline
 from postroom.stores.redis.record import packed
+from postroom.stores.redis.scripts import alone
 from postroom.testing.cancelling import Moment, cuts
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.servers import ValkeyServer
@@ -436,6 +437,22 @@ async def test_a_lease_is_renewed_while_the_handler_runs_and_no_longer(shop: Sho
         await worker.commit()
 
     assert (await mark(shop, box, handled), await effects(shop)) == ("done", (1, 1))
+
+
+async def test_a_lease_is_renewed_by_the_one_who_has_it_alone(shop: Shop) -> None:
+    """S0-19, S0-20: whoever is late must not change how long somebody else's claim lasts."""
+    box, handled = inbox(lease=timedelta(minutes=10)), message()
+    key, renew = box.key(shop.tag, handled), alone("renew_mark").text
+
+    async with workers(shop, box, 1) as (worker,):
+        assert await worker.claim(handled) is not None
+        token = (await shop.client.get(key)).partition(b":")[2]
+        late = await shop.client.eval(renew, 1, key, "somebody", 1)
+        left = await shop.client.pttl(key)
+        own = await shop.client.eval(renew, 1, key, token, 10 * left)
+
+        assert (late, own) == (0, 1)
+        assert 1 < left < await shop.client.pttl(key)
 
 
 async def test_optimistic_marks_come_last_and_undo_what_was_done_twice(shop: Shop) -> None:

@@ -579,3 +579,20 @@ async def test_a_key_of_the_wrong_kind_is_told_and_nothing_is_done(client: Forei
 
     assert await client.xlen(key(store)) == 1
     assert (await client.xpending(key(store), GROUP))["pending"] == 1
+
+
+async def test_a_listener_waits_for_a_second_in_one_call(client: Foreign, store: RedisStreamStore) -> None:
+    """S0-41: so that it neither asks all the time nor holds a connection whose server is gone."""
+    await store.open()
+    async with client.monitor() as monitor:
+        listening = asyncio.create_task(store.listen(lambda: None))
+        try:
+            async with asyncio.timeout(60):
+                while key(store) not in (sent := (await monitor.next_command())["command"]) or "XREAD" not in sent:
+                    pass
+        finally:
+            listening.cancel()
+            await asyncio.wait({listening})
+    await store.close()
+
+    assert sent.startswith("XREAD COUNT 1 BLOCK 1000 STREAMS ")

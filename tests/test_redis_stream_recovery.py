@@ -428,6 +428,18 @@ async def test_names_are_forgotten_only_with_nothing_in_their_hands(
     assert (await place.client.xpending(place.key(), GROUP))["pending"] == 2
 
 
+async def test_an_idle_consumer_is_known_for_a_while(place: Place) -> None:
+    """S0-48: a worker that only rests must not have to be made known to the group again and again."""
+    await place.add(1)
+    store = place.store(consumer="idle")
+    await store.settle(delivered(await store.claim(1, terms())))
+
+    await store.sweep(terms())
+
+    names = [one["name"].partition(b"|")[0] for one in await place.client.xinfo_consumers(place.key(), GROUP)]
+    assert names == [b"idle"]
+
+
 # -- groups and entries that others remove -----------------------------------------------------------------------
 
 

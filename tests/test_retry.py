@@ -37,8 +37,9 @@ def test_jitter_spreads_over_the_whole_range() -> None:
     """S2-42: the jitter is spread, not a constant factor."""
     waits = [Backoff(base=SECOND)(1).total_seconds() for _ in range(500)]
 
-    assert min(waits) < 0.55
-    assert max(waits) > 0.95
+    # Hypothesis seeds `random` the same way for each example, so that only here many values are drawn.
+    assert 0.5 <= min(waits) < 0.55
+    assert 0.95 < max(waits) <= 1
 
 
 @pytest.mark.parametrize(("base", "longest"), [(0, 1), (-1, 1), (2, 1)])

@@ -101,6 +101,7 @@ _SLOW: Final = (
     "tests/test_cancelling",
     "tests/test_demo.py",
     "tests/test_examples.py",
+    "tests/test_mutation.py",
     "tests/test_plugin.py",
     "tests/test_redis_",
     "tests/test_server_fixtures.py",

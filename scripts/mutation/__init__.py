@@ -1,0 +1,1 @@
+"""Mutation testing: changes one line of the package at a time, and runs the tests that should notice."""
