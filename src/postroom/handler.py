@@ -177,5 +177,3 @@ def _kinds(handler: Handler) -> dict[str, Any]:
             f"the annotations of {described(handler)} cannot be read: {error}; define or import what they name at the "
             "level of the module"
         ) from error
-
-

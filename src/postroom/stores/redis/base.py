@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...checks import check_duration
+from ...errors import ConfigurationError
 from ...inbox import Mode
 from ...store import Claim, ClaimTerms, Settlement
 from .client import Client
