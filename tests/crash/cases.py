@@ -83,9 +83,10 @@ class Dispatching:
     keep: bool = True
     max_attempts: int = 5
     on_dead: Literal["block", "skip"] = "block"
-    # Long enough that a busy machine does not lose a lease in which nothing was to go wrong.
-    lease: float = 2.4
-    publish_timeout: float = 1.2
+    # A dispatcher gives back what it holds when less than the publish timeout is left of its lease. Between the two is
+    # how long a busy machine may stand still where nothing is to go wrong; a case may wait for the end of the lease.
+    lease: float = 6
+    publish_timeout: float = 2.5
     cleanup_interval: float = 60
 
     @property

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID, uuid4
@@ -23,7 +24,7 @@ from .worker import Arm, Orders
 
 __all__ = ["find_case", "run_case"]
 
-PATIENCE: Final = 15.0
+PATIENCE: Final = 60.0
 KEYED: Final[Sequence[str | None]] = ("a", "a", "a", "b")
 LOOSE: Final[Sequence[str | None]] = (None, None, None)
 LANES: Final[Mapping[str, Sequence[str | None]]] = {"keyed": KEYED, "loose": LOOSE, "both": (*KEYED, *LOOSE)}
@@ -119,14 +120,23 @@ class _Run:
         found = [json.loads(line) for line in whole_lines(self._journal)]
         return [line for line in found if line["what"] == what and who in {None, line["who"]}]
 
+    def journal(self) -> str:
+        return self._journal.read_text()
+
     def rows(self) -> list[Row]:
         return self.site.rows(self.namespace)
+
+    def end_leases(self, rows: Sequence[Row]) -> list[Row]:
+        """End the leases of a worker that is gone, instead of waiting for that; return the rows with their new ends."""
+        now = time.time()
+        self.site.end_leases(self.namespace)
+        return [row if row.locked_until is None else replace(row, locked_until=now) for row in rows]
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE
         while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError(f"{what} did not happen: {self.rows()}\n{self._journal.read_text()}")
+                raise AssertionError(f"{what} did not happen: {self.rows()}\n{self.journal()}")
             time.sleep(0.01)
 
     def until_fired(self, who: str, arms: Sequence[Arm]) -> None:
@@ -205,7 +215,10 @@ def _go_on(run: _Run, case: Dispatching, victim: Worker) -> Sequence[Row]:
         assert victim.wait(PATIENCE) == (-signal.SIGKILL if case.sequel == "dead" else 0)
     left = run.rows()
     if case.crash is not None:
-        assert [row for row in left if not _is(row, case.crash)] == [], "what the fault left"
+        wrong = [row for row in left if not _is(row, case.crash)]
+        assert wrong == [], f"the fault left {wrong}\n{run.journal()}"
+    if case.sequel != "stalled":
+        left = run.end_leases(left)
     if case.in_flight:
         # Leases of one claim may end a moment apart; the rescuer is to have all messages in its hands at once.
         run.until(lambda: time.time() > max(row.locked_until or 0 for row in left), "the end of the leases")

@@ -42,6 +42,7 @@ class Site:
     mark: ClassVar[str] = "%s"
     identity: ClassVar[str] = "id"
     lease_end: ClassVar[str]
+    now: ClassVar[str]
     #: How many sessions wait for a lock.
     waiting: ClassVar[str] = ""
 
@@ -115,6 +116,13 @@ class Site:
             Row(self.uuid(one[0]), one[1], one[2], one[3], None if one[4] is None else float(one[4])) for one in found
         ]
 
+    def end_leases(self, namespace: str) -> None:
+        """Let all leases of a namespace end now."""
+        leased = f"namespace = {self.mark} AND status = 'processing'"
+        with self.connection() as connection:
+            sql = f"UPDATE postroom_outbox SET locked_until = {self.now} WHERE {leased}"
+            connection.cursor().execute(sql, (namespace,))
+
     def business(self, namespace: str) -> list[UUID]:
         """Return for which messages there is a business row."""
         with closing(self.connect()) as connection:
@@ -144,6 +152,7 @@ class Site:
 
 class PostgresSite(Site):
     lease_end = "extract(epoch FROM locked_until)"
+    now = "clock_timestamp()"
     waiting = "FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
     def connect(self) -> Any:  # noqa: ANN401
@@ -155,6 +164,7 @@ class PostgresSite(Site):
 
 class MariaDBSite(Site):
     lease_end = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', locked_until) / 1000000"
+    now = "UTC_TIMESTAMP(6)"
     waiting = (
         "FROM information_schema.processlist JOIN information_schema.innodb_trx ON trx_mysql_thread_id = id"
         " WHERE db = DATABASE() AND trx_state = 'LOCK WAIT'"
@@ -177,6 +187,7 @@ class MariaDBSite(Site):
 class SQLiteSite(Site):
     mark = "?"
     lease_end = "locked_until / 1000.0"
+    now = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
 
     def connect(self) -> Any:  # noqa: ANN401
         return sqlite3.connect(self.url.removeprefix("sqlite:///"))

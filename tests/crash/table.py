@@ -31,10 +31,15 @@ ONE: Final = State("delivered", None, 1)
 TWO: Final = State("delivered", None, 2)
 
 
+#: For a dispatcher that is gone before its lease ends, which the case ends then.
+_PATIENT: Final = {"lease": 60, "publish_timeout": 30}
+
+
 def _killed(
     row: str, point: str, nth: int = 1, *, then: State = SECOND, crash: State | None = LEASED, **more: object
 ) -> Case:
-    return Dispatching(row=row, arms=(Arm(point, "kill", nth),), sequel="dead", crash=crash, final=then, **more)  # type: ignore[arg-type]
+    options = {**_PATIENT, **more}
+    return Dispatching(row=row, arms=(Arm(point, "kill", nth),), sequel="dead", crash=crash, final=then, **options)  # type: ignore[arg-type]
 
 
 def _alone(row: str, *arms: Arm, then: State = FIRST, **more: object) -> Case:
@@ -70,14 +75,14 @@ def _fenced(
 
 
 def _ended(row: str, *arms: Arm, then: State = AGAIN, crash: State = RELEASED, **more: object) -> Case:
-    options = {"lanes": ("keyed",), **more}
+    options = {"lanes": ("keyed",), **_PATIENT, **more}
     return Dispatching(row=row, arms=arms, sequel="ended", crash=crash, final=then, **options)  # type: ignore[arg-type]
 
 
 def _renewing(*arms: Arm, stores: Sequence[str] = ALL) -> Case:
     """A publish that takes until the lease was renewed."""
     slow = Arm("publish.sent", "until_renewed")
-    return _alone("lease renewed", slow, *arms, publish_timeout=1.8, lease=2.4, stores=stores)
+    return _alone("lease renewed", slow, *arms, publish_timeout=5, lease=9, stores=stores)
 
 
 def _killed_renewing(point: str) -> Case:
@@ -88,14 +93,14 @@ def _killed_renewing(point: str) -> Case:
         crash=LEASED,
         final=SECOND,
         received=[2],
-        publish_timeout=1.8,
-        lease=2.4,
+        publish_timeout=5,
+        lease=9,
     )
 
 
 def _killed_stopping(point: str, *, crash: State = LEASED, then: State = SECOND) -> Case:
     arms = [Arm("publish.before", "stop_amid"), Arm(point, "kill")]
-    return Dispatching(row="graceful stop", arms=arms, sequel="dead", crash=crash, final=then)
+    return Dispatching(row="graceful stop", arms=arms, sequel="dead", crash=crash, final=then, **_PATIENT)  # type: ignore[arg-type]
 
 
 _PURGES: Final[Sequence[tuple[Arm, Sequel, State | None]]] = (
