@@ -263,8 +263,8 @@ async def test_cleanup_removes_published_messages_older_than_24_hours(service: S
         await service.create(number)
     await service.processor().run(until_idle=True)
     await service.pool.execute(
-        "UPDATE postroom_outbox SET delivered_at = delivered_at - CASE WHEN seq = (SELECT min(seq) FROM postroom_outbox)"
-        " THEN interval '25 hours' ELSE interval '23 hours' END"
+        "UPDATE postroom_outbox SET delivered_at = delivered_at - CASE"
+        " WHEN seq = (SELECT min(seq) FROM postroom_outbox) THEN interval '25 hours' ELSE interval '23 hours' END"
     )
     service.client.is_down = True
     await service.create(3)
