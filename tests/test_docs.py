@@ -368,6 +368,17 @@ async def test_the_page_about_redis_is_true_of_clusters() -> None:
     assert names["by_sentinel"].client.connection_pool.service_name == "mymaster"
 
 
+async def test_the_snippet_about_configuration_is_true() -> None:
+    """S4-10: a preset is spread into constructors, and a part of it replaced; nothing is opened by that."""
+    [snippet] = snippets("docs/configuration.md")
+    names: dict[str, Any] = {}
+
+    await execute(snippet, names)
+
+    assert names["store"].keep_delivered == timedelta(hours=24)
+    assert names["patient"].dispatcher["max_attempts"] == 20
+
+
 class Hook(BaseHTTPRequestHandler):
     """The endpoint of the snippets: notes what it is posted."""
 

@@ -207,7 +207,7 @@ async def schema_on(dsn: str) -> None:
 
 def test_an_unknown_pooler_is_refused() -> None:
     """G13: with what would be known."""
-    with pytest.raises(ConfigurationError, match="use 'transaction'"):
+    with pytest.raises(ConfigurationError, match="must be one of None, 'transaction'"):
         PostgresStore("postgresql://localhost/shop", pooler="statement")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="PostgreSQL only"):
         store_from_url("sqlite:///shop.sqlite3", pooler="transaction")

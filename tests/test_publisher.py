@@ -227,6 +227,28 @@ async def test_plain_ones_run_on_threads_and_async_ones_on_the_loop(
     assert name.startswith(THREAD) is (shape in PLAIN)
 
 
+async def test_an_object_with_publish_names_its_destinations(office: Office) -> None:
+    """What may be down is an endpoint, of which a topic has many."""
+
+    class Webhooks:
+        def destination(self, message: Message) -> str:
+            return f"host-{message.key}"
+
+        def publish(self, message: Message) -> None:
+            if message.key == "down":
+                raise BrokerUnavailableError("refused")
+            office.arrived.append(message)
+
+    office.add(key="down")
+    office.add(3, key="up")
+    async with office.running(Webhooks()):
+        await office.until_delivered(3)
+        await until(lambda: bool(office.reported(ev.BreakerOpened)), "the breaker")
+
+    down = [event.destination for event in office.events if isinstance(event, ev.BreakerOpened)]
+    assert down[0].startswith("host-down")
+
+
 async def test_print_is_a_publisher(office: Office, capsys: pytest.CaptureFixture[str]) -> None:
     """The first thing that a newcomer passes."""
     office.add()

@@ -106,7 +106,7 @@ class TestStoreThatOpens:
     def test_is_told_at_once_of_a_profile_that_nobody_knows(self, server: RedisServer, kind: type[AnyStore]) -> None:
         with pytest.raises(ConfigurationError, match="profile='safe' is unknown; pass one of durable, replicated"):
             kind(server.dsn, profile=cast("Any", "safe"))
-        with pytest.raises(ConfigurationError, match="replicas=0 must be positive"):
+        with pytest.raises(ConfigurationError, match="replicas=0 must be an int of at least 1"):
             kind(server.dsn, replicas=0)
 
 

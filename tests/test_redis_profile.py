@@ -560,5 +560,5 @@ class TestArguments:
             await check(connect(valkey_url), cast("Profile", "safe"))
 
     async def test_no_replicas_at_all_are_refused(self, valkey_url: str, connect: Connect) -> None:
-        with pytest.raises(ConfigurationError, match="replicas=0 must be positive"):
+        with pytest.raises(ConfigurationError, match="replicas=0 must be an int of at least 1"):
             await check(connect(valkey_url), "replicated", replicas=0)

@@ -45,7 +45,7 @@ def test_jitter_spreads_over_the_whole_range() -> None:
 @pytest.mark.parametrize(("base", "longest"), [(0, 1), (-1, 1), (2, 1)])
 def test_a_backoff_that_cannot_grow_is_refused(base: int, longest: int) -> None:
     """S2-43: the policy is checked once, when it is made, and cannot change later."""
-    with pytest.raises(ConfigurationError, match="0 < base <= max"):
+    with pytest.raises(ConfigurationError, match="base"):
         Backoff(base=base * SECOND, max=longest * SECOND)
 
 

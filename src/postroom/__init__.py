@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import presets
 from .broker import Each, Publisher, Subscriber
 from .codec import Codec, JSONCodec, type_name
 from .consumer import Consumer
@@ -52,6 +53,7 @@ __all__ = [
     "current_connection",
     "current_delivery",
     "current_transaction",
+    "presets",
     "share",
     "transactional",
     "type_name",

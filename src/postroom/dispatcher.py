@@ -37,6 +37,8 @@ SHORTEST_IDLE = 0.01
 FAREWELL = 10.0
 #: How many bytes of payload one claim brings by default.
 BATCH_BYTES = 4 * 1024 * 1024
+#: How long a destination that is down is left alone by default.
+OUTAGE_BACKOFF = Backoff(max=30 * SECOND)
 #: What may go away by itself while a store is opened; wrong credentials and a missing schema do not.
 PASSING = (StoreUnavailableError, StoreTimeoutError, StoreContentionError)
 
@@ -162,7 +164,7 @@ class Dispatcher:
         self._custody = Custody(self._store, lease, self._tell, chunk=4 * batch)
         if destination is None and isinstance(publisher, NamesDestinations):
             destination = publisher.destination
-        cooldown = guarded(outage_backoff or Backoff(max=30 * SECOND), self._tell)
+        cooldown = guarded(outage_backoff or OUTAGE_BACKOFF, self._tell)
         self._breakers = Breakers(Naming(destination, tenant_id, self._tell), cooldown, self._tell)
         policy = Policy(
             backoff=guarded(backoff or Backoff(), self._tell),

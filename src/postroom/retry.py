@@ -40,7 +40,7 @@ class Backoff:
         check_duration("max", self.max)
         check_choice("jitter", self.jitter, ("equal", "none"))
         if self.base > self.max:
-            raise ConfigurationError(f"backoff needs 0 < base <= max, not base={self.base}, max={self.max}")
+            raise ConfigurationError(f"base={self.base} must not be longer than max={self.max}")
 
     def __call__(self, attempts: int) -> timedelta:
         """Return the wait after ``attempts`` deliveries have failed."""

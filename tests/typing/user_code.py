@@ -24,6 +24,7 @@ from postroom import (
     AddResult,
     Consumer,
     Delivery,
+    Dispatcher,
     Local,
     Match,
     Message,
@@ -35,6 +36,7 @@ from postroom import (
     current_connection,
     current_delivery,
     current_transaction,
+    presets,
     share,
     transactional,
 )
@@ -237,6 +239,21 @@ async def with_a_consumer(store: PostgresStore, pool: asyncpg.Pool[asyncpg.Recor
     assert_type(await consumer.run(), None)
     assert_type(await consumer.stop(), None)
     assert_type(current_connection(pool), asyncpg.Pool[asyncpg.Record])
+
+
+class Client:
+    """Delivers one message."""
+
+    def publish(self, message: Message) -> None: ...
+
+
+async def with_publishers(dsn: str) -> None:
+    """Deliver with whatever delivers, plain or async, from a store or its URL."""
+    store = PostgresStore(dsn, **presets.MODERATE.store)
+    Dispatcher(store, print, **presets.MODERATE.dispatcher)
+    Dispatcher(store, Client(), **presets.MODERATE.dispatcher, lease=timedelta(minutes=1))
+    Dispatcher("sqlite:///shop.sqlite3", MemoryBroker())
+    transactional("sqlite:///shop.sqlite3", consumer="stock")
 
 
 async def with_deliveries(delivery: Delivery) -> None:
