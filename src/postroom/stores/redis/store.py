@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Unpack
 from uuid import UUID
 
 from ...message import DEFAULT_NAMESPACE
-from ...outbox import Outbox
+from ...outbox import Outbox, OutboxSettings, check_settings
 from ...store import (
     PARKED_FOR,
     Claim,
@@ -79,6 +79,7 @@ class RedisStore(StoreInRedis):
         profile: Profile = "durable",
         replicas: int = 1,
         timeout: timedelta = TIMEOUT,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store; no connection is made.
 
@@ -94,12 +95,15 @@ class RedisStore(StoreInRedis):
                 everything may be lost with the server.
             replicas: How many replicas are to have everything, with ``replicated``.
             timeout: How long one call to the server may take.
+            outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``strict_order``, ``opaque_dedupe_keys``.
 
         Raises:
             ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
                 profile.
         """
-        self.features: Features = Features(wakeups=True, requires_transaction=False)
+        check_settings(type(self).__name__, outbox, OutboxSettings)
+        self.features: Features = Features(wakeups=True, requires_transaction=False, sees_namespaces=False)
+        self._outbox_settings = outbox
         self._keys = Keys(table, namespace)
         super().__init__(
             server,
@@ -251,13 +255,17 @@ class RedisStore(StoreInRedis):
             await asyncio.sleep(_PAUSE)
         return mended
 
+    async def due_elsewhere(self) -> dict[str, int]:
+        """Return nothing: namespaces are parts of keys, which only a scan of the whole server would find."""
+        return {}
+
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process until cancelled."""
         await listen(self._client, self._keys.channel, wake)
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
-        """Return what adds messages to this store."""
-        return Outbox(namespace=self.namespace, table=self._table, wake=wake)
+        """Return what adds messages to this store, with its settings; ``wake`` is called when it has stored some."""
+        return Outbox(namespace=self.namespace, table=self._table, wake=wake, **self._outbox_settings)
 
     async def _run(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 -- whatever the script answers
         return await self._client.run(name, self._keys.all, *arguments)

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, Unpack
 
 from ...errors import (
     ConfigurationError,
@@ -21,7 +21,7 @@ from ...errors import (
 )
 from ...inbox import Inbox, Mode
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
-from ...outbox import Outbox
+from ...outbox import Outbox, OutboxSettings, check_settings
 from ...store import Claim, ClaimTerms, Features, Settlement, Stats
 from ...transaction import Transactions
 from .claiming import Walk
@@ -66,6 +66,7 @@ class SQLStore:
         keep_delivered: timedelta = WEEK,
         timeout: timedelta = TIMEOUT,
         features: Features | None = None,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store; no connection is made.
 
@@ -76,7 +77,9 @@ class SQLStore:
             keep_delivered: How long delivered messages stay; zero deletes them at once, which is fastest.
             timeout: How long one call to the database may take.
             features: What the store promises.
+            outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``strict_order``, ``opaque_dedupe_keys``.
         """
+        check_settings(type(self).__name__, outbox, OutboxSettings)
         if not is_namespace(namespace):
             raise InvalidNameError("namespace", namespace, "1 to 100 printable characters")
         if keep_delivered < timedelta(0) or timeout <= timedelta(0):
@@ -93,6 +96,7 @@ class SQLStore:
         self._until_suspects = SUSPECTS_EVERY
         self._lanes = Lanes()
         self._walk = Walk()
+        self._outbox_settings = outbox
 
     def __repr__(self) -> str:
         """Leave out where the database is: its URL may hold a password."""
@@ -223,14 +227,20 @@ class SQLStore:
         """Tell how the namespace is doing."""
         return await self._run(self._dialect.stats(self.namespace), atomic=False)
 
+    async def due_elsewhere(self) -> dict[str, int]:
+        """Return a few other namespaces in which messages are due and no worker holds any, with how many."""
+        return await self._run(self._dialect.due_elsewhere(self.namespace), atomic=False)
+
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process."""
         await self._driver.listen(self._dialect.channel(self.namespace), wake, timeout=self._timeout)
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
-        """Return what adds messages to this store; ``wake`` is called after a commit that is known of."""
+        """Return what adds messages to this store, with its settings; ``wake`` is called after a commit it knows of."""
         names = self._dialect.names
-        return Outbox(namespace=self.namespace, table=names.table, schema=names.schema, wake=wake)
+        return Outbox(
+            namespace=self.namespace, table=names.table, schema=names.schema, wake=wake, **self._outbox_settings
+        )
 
     def inbox(
         self,
@@ -293,6 +303,7 @@ class PostgresStore(SQLStore):
         timeout: timedelta = TIMEOUT,
         connections: int = 5,
         pooler: Pooler | None = None,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store.
 
@@ -308,6 +319,7 @@ class PostgresStore(SQLStore):
             connections: The size of the pool for the store's own calls, and of the one for transactions of handlers.
             pooler: ``"transaction"`` if ``dsn`` leads to PgBouncer or another pooler that gives a server session to a
                 client for one transaction only; None for a direct connection or a pooler in session mode.
+            outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``strict_order``, ``opaque_dedupe_keys``.
         """
         if pooler not in {None, "transaction"}:
             raise ConfigurationError(
@@ -321,6 +333,7 @@ class PostgresStore(SQLStore):
             keep_delivered=keep_delivered,
             timeout=timeout,
             features=Features(wakeups=pooler is None, separates_keys=True),
+            **outbox,
         )
         self._pooler = pooler
         self._hints = Hints(self._notify)
@@ -386,6 +399,7 @@ class MySQLStore(SQLStore):
         keep_delivered: timedelta = WEEK,
         timeout: timedelta = TIMEOUT,
         connections: int = 5,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store on ``url``, which begins with ``mysql://`` or ``mariadb://``."""
         from .drivers.asyncmy import AsyncmyDriver  # noqa: PLC0415 -- an extra
@@ -397,6 +411,7 @@ class MySQLStore(SQLStore):
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
+            **outbox,
         )
 
 
@@ -419,6 +434,7 @@ class SQLiteStore(SQLStore):
         keep_delivered: timedelta = WEEK,
         timeout: timedelta = TIMEOUT,
         wal: bool = True,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store on a file.
 
@@ -430,6 +446,7 @@ class SQLiteStore(SQLStore):
             keep_delivered: How long delivered messages stay.
             timeout: How long one call may take.
             wal: Switch the file to write-ahead logging, which is for good and for all who use it.
+            outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``strict_order``, ``opaque_dedupe_keys``.
         """
         from .drivers.sqlite import SQLiteDriver  # noqa: PLC0415 -- loads the C library
 
@@ -444,6 +461,7 @@ class SQLiteStore(SQLStore):
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
+            **outbox,
         )
 
     async def open(self) -> bool:
