@@ -71,7 +71,7 @@ class InboxMiddleware:
         transaction = required_transaction("the inbox")
         if self._transactions is None:
             self.run_on(transaction.opened_by)
-        if not message.id:  # type: ignore[truthy-bool]  # a broker may have none
+        if not self.inbox.known(message).id:  # type: ignore[truthy-bool]  # a broker may have none
             raise InvalidMessageError("the message has no id, by which the inbox could know it again")
         transaction.witness = partial(self.inbox.was_handled, transaction.opened_by, message)
         is_optimistic = self.inbox.mode == "optimistic"

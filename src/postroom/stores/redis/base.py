@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import ConfigurationError
-from ...inbox import Mode
+from ...inbox import By, Mode
 from ...store import Claim, ClaimTerms, Settlement
 from .client import Client
 from .inbox import RedisInbox
@@ -120,11 +120,12 @@ class StoreInRedis(ABC):
         consumer: str,
         *,
         mode: Mode = "pessimistic",
+        by: By = "id",
         retention: timedelta = WEEK,
         redelivery_horizon: timedelta | None = None,
     ) -> RedisInbox:
         """Return the inbox of a consumer, beside the messages of this store."""
-        return RedisInbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
+        return RedisInbox(consumer, mode=mode, by=by, retention=retention, redelivery_horizon=redelivery_horizon)
 
     @abstractmethod
     async def _prepare(self) -> None:

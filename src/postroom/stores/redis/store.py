@@ -229,7 +229,14 @@ class RedisStore(StoreInRedis):
         return Counters(added=added, duplicates=duplicates, died=died, mended=mended, orphans=orphans)
 
     async def redrive(self, *identities: UUID) -> int:
-        """Have dead messages tried again from their first attempt on; return how many were dead."""
+        """Have dead messages tried again from their first attempt on; return how many were dead.
+
+        Raises:
+            TypeError: Something is not the `UUID` of a message.
+        """
+        for identity in identities:
+            if not isinstance(identity, UUID):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers without types
+                raise TypeError(f"redrive() takes the ids of messages as UUID objects, not {type(identity).__name__}")
         count = 0
         for chunk in _chunks(identities):
             count += await self._run("redrive", *(identity.bytes for identity in chunk))

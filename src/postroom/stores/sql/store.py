@@ -19,7 +19,7 @@ from ...errors import (
     StoreContentionError,
     UnsupportedDatabaseError,
 )
-from ...inbox import Inbox, Mode
+from ...inbox import By, Inbox, Mode
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
 from ...outbox import Outbox, OutboxSettings, check_settings
 from ...store import Claim, ClaimTerms, Features, Settlement, Stats
@@ -247,6 +247,7 @@ class SQLStore:
         consumer: str,
         *,
         mode: Mode = "pessimistic",
+        by: By = "id",
         retention: timedelta = WEEK,
         redelivery_horizon: timedelta | None = None,
     ) -> Inbox:
@@ -261,6 +262,7 @@ class SQLStore:
             table=names.inbox,
             schema=names.schema,
             mode=mode,
+            by=by,
             retention=retention,
             redelivery_horizon=redelivery_horizon,
         )
@@ -337,6 +339,7 @@ class PostgresStore(SQLStore):
         )
         self._pooler = pooler
         self._hints = Hints(self._notify)
+        self._has_warned = False
 
     async def open(self) -> bool:
         """Connect, and check server and schema; tell whether the store was closed before."""
@@ -365,9 +368,16 @@ class PostgresStore(SQLStore):
     def notify(self) -> None:
         """Hint to dispatchers of other processes that there is work; under load at most once in ten milliseconds.
 
-        May be called from any thread, after the store was opened. A hint that fails is dropped: polling is the truth.
+        May be called from any thread. A hint that fails is dropped, since dispatchers poll as well. So are hints before
+        the store was opened, whose connections they are sent on: the first of them is a warning in the log.
         """
-        self._hints.ask()
+        if not self._hints.ask() and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "%r: hints are dropped, since the store is not open in this process, and dispatchers find messages by "
+                "polling; call `await store.open()` at the start to deliver at once",
+                self,
+            )
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
         """Return what adds messages to this store; after a commit that is known of, `notify` hints at them."""
