@@ -1155,7 +1155,7 @@ async def test_a_dispatcher_that_finds_nothing_reports_once_that_messages_are_du
     bench.outbox = Outbox(namespace="shop")
     bench.add(12)
     async with bench.running(accept):
-        await until(lambda: bench.told(ev.DueElsewhere), "the report")
+        await until(lambda: bool(bench.told(ev.DueElsewhere)), "the report")
         polls = store.polls
         await until(lambda: store.polls > polls + 2 * EMPTY_POLLS, "as many polls again")
 

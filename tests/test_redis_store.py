@@ -21,7 +21,7 @@ from redis.asyncio.retry import Retry as ClientRetry
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 
-from postroom import Dispatcher, Message, Outbox, upkeep
+from postroom import AddResult, Dispatcher, Message, Outbox, upkeep
 from postroom import dispatcher as dispatcher_module
 from postroom.brokers import MemoryBroker
 from postroom.errors import (
@@ -170,7 +170,7 @@ def test_a_client_that_does_not_await_adds_as_well(valkey_server: ValkeyClient) 
         await store.close()
         return [claim.message.payload for claim in claims]
 
-    assert (added, again) == ((first.id, True), (first.id, False))
+    assert (added, again) == (AddResult(first.id, is_new=True), AddResult(first.id, is_new=False))
     assert asyncio.run(stored()) == [b"1", b"2"]
     client.close()
 
@@ -601,7 +601,8 @@ async def test_one_message_that_is_added_twice_in_one_call_is_there_once(shop: S
 
     added = await shop.add(loose, loose, keyed, keyed)
 
-    assert added == [(loose.id, True), (loose.id, False), (keyed.id, True), (keyed.id, False)]
+    assert [one.id for one in added] == [loose.id, loose.id, keyed.id, keyed.id]
+    assert [one.is_new for one in added] == [True, False, True, False]
     assert [one.payload for one in await shop.deliver_all()] == [b"1", b"2"]
     assert await shop.deliver_all() == []
     assert await shop.store.repair() == 0

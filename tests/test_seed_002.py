@@ -73,14 +73,15 @@ class Chat:
         """Finalize a turn: its side effect and ``enqueue(runner, msg)`` in one transaction."""
         with self.site.connection() as connection:
             connection.cursor().execute("INSERT INTO turns (id) VALUES ('turn-1')")
-            result = self.enqueue(connection)
+            result: AddResult = self.enqueue(connection)
             if fails:
                 raise ConnectionError("the operation fails before COMMIT")
         return result
 
     def enqueue(self, connection: Any) -> AddResult:  # noqa: ANN401 -- of whatever library
         payload = {"turn_id": TURN, "request_id": REQUEST, "tokens": 995}
-        return self.outbox.add(connection, payload, topic=TOPIC, tenant_id=TENANT, dedupe_key=DEDUPE_KEY)
+        result: AddResult = self.outbox.add(connection, payload, topic=TOPIC, tenant_id=TENANT, dedupe_key=DEDUPE_KEY)
+        return result
 
     def enqueue_again(self) -> AddResult:
         with self.site.connection() as connection:
@@ -92,6 +93,13 @@ class Chat:
             cursor.execute(f"SELECT count(*) FROM {table}")
             [[count]] = cursor.fetchall()
         return int(count)
+
+    def last_error(self) -> str:
+        with closing(self.site.connect()) as connection:
+            cursor = connection.cursor()
+            cursor.execute("SELECT last_error FROM postroom_outbox")
+            [[error]] = cursor.fetchall()
+        return str(error)
 
     def states(self) -> list[tuple[str, int]]:
         """Return ``status`` and ``attempts`` of all rows."""
@@ -230,8 +238,7 @@ async def test_a_publish_that_fails_is_tried_again_and_then_dead(chat: Chat) -> 
 
     assert after_nack == [("pending", 1)]
     assert chat.states() == [("dead", 3)]
-    [row] = chat.site.rows(NAMESPACE)
-    assert "the consumer is not there" in (row.last_error or "")
+    assert "the consumer is not there" in chat.last_error()
     assert [event.attempt for event in seen if isinstance(event, events.Died)] == [3]
 
 

@@ -23,9 +23,9 @@ def refuse_if_it_repeats(client: Foreign) -> None:
     Raises:
         ConfigurationError: It does, and what it writes could be written twice.
     """
-    owner = getattr(client, "cluster_client", client)
+    owner: Foreign = getattr(client, "cluster_client", client)
     # A cluster's client repeats by itself, others have their connections do it.
-    maker = owner if hasattr(owner, "retry") else owner.connection_pool
+    maker: Foreign = owner if hasattr(owner, "retry") else owner.connection_pool
     if maker in _SOUND:
         return
     retry = maker.retry if maker is owner else maker.connection_class(**maker.connection_kwargs).retry
