@@ -21,7 +21,7 @@ from redis.asyncio.retry import Retry as ClientRetry
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 
-from postroom import AddResult, Dispatcher, Message, Outbox, upkeep
+from postroom import Dispatcher, Message, Outbox, upkeep
 from postroom import dispatcher as dispatcher_module
 from postroom.brokers import MemoryBroker
 from postroom.errors import (
