@@ -100,7 +100,7 @@ class AddingRedis:
     async def add(self, count: int, batch: int) -> None:
         """Execute ``count`` pipelines with so many messages each."""
         outbox = Outbox()
-        async with Redis.from_url(self.dsn) as client:
+        async with Redis.from_url(self.dsn, retry=None) as client:
             for number in range(count):
                 async with client.pipeline(transaction=True) as pipeline:
                     await outbox.add(pipeline, [_event(number + n) for n in range(batch)], topic="orders")

@@ -95,6 +95,9 @@ class Recorded:
     async def unpark(self, destination: str, limit: int) -> int:
         return await self._store.unpark(destination, limit)
 
+    async def due_elsewhere(self) -> dict[str, int]:
+        return await self._store.due_elsewhere()
+
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         return await self._store.purge(older_than=older_than, limit=limit)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from postroom.inbox import Inbox, Mode
+from postroom.inbox import By, Inbox, Mode
 from postroom.middleware.transactional import TransactionalStore
 from postroom.outbox import Outbox
 from postroom.store import Store
@@ -82,12 +82,21 @@ class HandlingInRedis:
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
         return self._outboxes.outbox(wake=wake)
 
-    def inbox(self, consumer: str, *, mode: Mode, retention: timedelta, redelivery_horizon: timedelta | None) -> Inbox:
+    def inbox(
+        self,
+        consumer: str,
+        *,
+        mode: Mode,
+        by: By = "id",
+        retention: timedelta,
+        redelivery_horizon: timedelta | None,
+    ) -> Inbox:
         from postroom.stores.redis import RedisInbox  # noqa: PLC0415 -- as above
 
         return RedisInbox(
             consumer,
             mode=mode,
+            by=by,
             retention=retention,
             redelivery_horizon=redelivery_horizon,
             lease=self._lease,

@@ -84,7 +84,7 @@ class Site:
         else:
             self.run("DELETE FROM postroom_outbox")
             self.run("BEGIN")
-            Outbox().add(self.observer, messages)
+            _ = Outbox().add(self.observer, messages)
             self.run("COMMIT")
         return [message.id for message in messages]
 

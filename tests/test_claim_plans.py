@@ -144,6 +144,11 @@ def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
             dialect.query(dialect._next_head, namespace="default", topic="t", key="k5"),  # noqa: SLF001
             {"keyed", "dead"},
         ),
+        "next namespace": (next(dialect.due_elsewhere("shop")), {"ready", "ready_keyed"}),
+        "due elsewhere": (
+            dialect.query(dialect._due_there, namespace="default"),  # noqa: SLF001
+            {"leased", "ready", "ready_keyed"},
+        ),
         "parked": (next(dialect.parked("default", "", 100)), {"parked"}),
         "unpark": (next(dialect.unpark("default", "d7", LIMIT)), {"parked", "keyed"}),
     }
@@ -324,6 +329,9 @@ async def test_sqlite_steps_over_parked_messages(sqlite_path: Path) -> None:
             dialect.query(dialect._oldest, namespace="default"),  # noqa: SLF001
             dialect.query(dialect._due, limit=LIMIT, **dialect._eligibility("default", TERMS)),  # noqa: SLF001
             dialect.query(dialect._oldest_keyed, namespace="default"),  # noqa: SLF001
+            next(dialect.due_elsewhere("shop")),
+            dialect.query(dialect._next_namespace, after="default"),  # noqa: SLF001
+            dialect.query(dialect._due_there, namespace="default"),  # noqa: SLF001
         ]
         steps = [_steps(connection, statement) for statement in statements]
 
@@ -373,6 +381,9 @@ async def test_mariadb_steps_over_parked_messages(mariadb_dsn: str, statistics: 
         "oldest": (dialect.query(dialect._oldest, namespace="default"), 2500),  # noqa: SLF001
         "due": (dialect.query(dialect._due, limit=LIMIT, **dialect._eligibility("default", TERMS)), 10),  # noqa: SLF001
         "oldest with a key": (dialect.query(dialect._oldest_keyed, namespace="default"), 20),  # noqa: SLF001
+        "first namespace": (next(dialect.due_elsewhere("shop")), 5),
+        "next namespace": (dialect.query(dialect._next_namespace, after="default"), 5),  # noqa: SLF001
+        "due elsewhere": (dialect.query(dialect._due_there, namespace="default"), 10),  # noqa: SLF001
     }
     with (
         closing(

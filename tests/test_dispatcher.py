@@ -31,6 +31,7 @@ from postroom import (
 from postroom import events as ev
 from postroom.broker import Send
 from postroom.brokers import MemoryBroker
+from postroom.dispatcher import EMPTY_POLLS
 from postroom.errors import BrokerUnavailableError, ConfigurationError, RejectError, StoreUnavailableError
 from postroom.stores import MemoryStore, PostgresStore
 from postroom.testing.waiting import until
@@ -1191,3 +1192,74 @@ async def test_a_message_is_leased_for_as_long_as_its_dispatcher_says() -> None:
         await bench.until_status("delivered")
 
     assert until_then == since + HOUR
+
+
+class Asked(MemoryStore):
+    """A store that counts how often it was asked for other namespaces."""
+
+    asked = 0
+    polls = 0
+
+    async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+        self.polls += 1
+        return await super().claim(limit, terms)
+
+    async def due_elsewhere(self) -> dict[str, int]:
+        self.asked += 1
+        return await super().due_elsewhere()
+
+
+async def test_a_dispatcher_that_finds_nothing_reports_once_that_messages_are_due_in_another_namespace() -> None:
+    """An outbox and a store of two namespaces would otherwise be silent for ever."""
+    store = Asked()
+    bench = Bench(store)
+    bench.outbox = Outbox(namespace="shop")
+    bench.add(12)
+    async with bench.running(accept):
+        await until(lambda: bool(bench.told(ev.DueElsewhere)), "the report")
+        polls = store.polls
+        await until(lambda: store.polls > polls + 2 * EMPTY_POLLS, "as many polls again")
+
+    assert bench.told(ev.DueElsewhere) == [ev.DueElsewhere("default", ("12 in 'shop'",))]
+    assert store.asked == 1
+
+
+async def test_a_run_until_idle_that_found_nothing_reports_messages_of_another_namespace() -> None:
+    """``postroom dispatch --once`` ends before there were many polls."""
+    bench = Bench()
+    bench.outbox = Outbox(namespace="shop")
+    bench.add()
+
+    await bench.dispatcher(accept).run(until_idle=True)
+
+    assert bench.told(ev.DueElsewhere) == [ev.DueElsewhere("default", ("1 in 'shop'",))]
+
+
+async def test_a_dispatcher_that_has_found_messages_does_not_look_at_other_namespaces() -> None:
+    """It has the right one, and what waits elsewhere is for others."""
+    store = Asked()
+    bench = Bench(store)
+    bench.add()
+    with store.transaction() as transaction:
+        Outbox(namespace="shop").add(transaction, {"n": 1}, topic="t")
+
+    await bench.dispatcher(accept).run(until_idle=True)
+
+    assert bench.statuses() == ["delivered", "pending"]
+    assert (store.asked, bench.told(ev.DueElsewhere)) == (0, [])
+
+
+class Mute(MemoryStore):
+    """A store that cannot be asked for other namespaces."""
+
+    async def due_elsewhere(self) -> dict[str, int]:
+        raise StoreUnavailableError("the server is down")
+
+
+async def test_a_failing_look_at_other_namespaces_disturbs_nothing() -> None:
+    """It is a courtesy; claims report what is wrong with the store."""
+    bench = Bench(Mute())
+
+    await bench.dispatcher(accept).run(until_idle=True)
+
+    assert bench.told(ev.StoreFailed) == []

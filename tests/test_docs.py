@@ -469,7 +469,7 @@ async def with_parked_postgres(request: pytest.FixtureRequest) -> str:
 
 async def with_parked_redis(request: pytest.FixtureRequest) -> str:
     url: str = request.getfixturevalue("valkey_url")
-    async with redis.asyncio.Redis.from_url(url) as client:
+    async with redis.asyncio.Redis.from_url(url, retry=None) as client:
         await Outbox(namespace="shop").add(client, ORDERS)
     return url
 

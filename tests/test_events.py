@@ -60,6 +60,14 @@ SENTENCES = [
         "the store's clock was put back by 4.0 s; messages that were due wait until it has caught up",
     ),
     (
+        events.DueElsewhere("default", ("12 in 'shop'", "1 in 'mail'")),
+        (
+            "no messages in namespace 'default', but messages are due in others of its store: 12 in 'shop', "
+            "1 in 'mail'; if this dispatcher should deliver them, add messages with store.outbox(), which has the "
+            "namespace of its store"
+        ),
+    ),
+    (
         events.LoopStalled(SECONDS),
         "event loop was blocked for 4.0 s, so leases may have expired; move blocking calls to a thread",
     ),

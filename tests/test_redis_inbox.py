@@ -32,7 +32,7 @@ from postroom.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from postroom.inbox import Inbox
+from postroom.inbox import Inbox, Mode
 from postroom.middleware import InboxMiddleware, OutboxMiddleware, TransactionMiddleware, transactional
 from postroom.middleware.chain import Middleware, check_order
 from postroom.middleware.chain import connect as connect_middlewares
@@ -1008,3 +1008,20 @@ async def test_the_client_alone_is_enough_for_the_middlewares(valkey_server: Val
     assert outcomes == [Delivered(), Delivered()]
     assert (await client.get(key), hand.calls) == (b"1", 1)
     await client.aclose()
+
+
+@pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
+async def test_messages_with_the_same_dedupe_key_are_one_message(shop: Shop, mode: Mode) -> None:
+    """S2-41: and those of another tenant, or without a key, are others."""
+    box = inbox(mode=mode, by="dedupe_key")
+    first, again = (Message(topic="orders", payload=b"{}", dedupe_key="once") for _ in range(2))
+    other = Message(topic="orders", payload=b"{}", dedupe_key="once", tenant_id=uuid4())
+    plain, alike = (Message(topic="orders", payload=b"{}") for _ in range(2))
+
+    admitted: list[bool] = []
+    for message in (first, again, other, plain, alike):
+        async with shop.transactions.begin() as transaction:
+            is_known = await box.has(transaction, message)
+            admitted.append(not is_known and await box.admit(transaction, message))
+
+    assert admitted == [True, False, True, True, True]

@@ -13,12 +13,13 @@ from uuid import uuid4
 import pytest
 import redis
 import redis.asyncio
-from redis.asyncio.retry import Retry
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from postroom import Outbox
 from postroom.decisions import Decisions
-from postroom.errors import CommandRefusedError
+from postroom.errors import CommandRefusedError, ConfigurationError
 from postroom.stores.redis.stream_outbox import StreamOutbox
 from postroom.testing.clients import ValkeyClient
 
@@ -33,7 +34,7 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[Foreign]:
     server: ValkeyClient = request.getfixturevalue("valkey_cluster" if is_cluster else "valkey_server")
     library = redis.asyncio if kind.startswith("async") else redis
     made: Foreign = library.RedisCluster if is_cluster else library.Redis
-    client = made.from_url(server.dsn, **({"retry": Retry(NoBackoff(), 0)} if kind.startswith("async") else {}))
+    client = made.from_url(server.dsn, retry=(AsyncRetry if kind.startswith("async") else Retry)(NoBackoff(), 0))
     if kind == "async-cluster":
         await client.initialize()  # otherwise its pipeline does so in another event loop
     yield client
@@ -130,3 +131,27 @@ async def test_an_add_that_is_never_awaited_is_named_in_the_warning(
 
     assert [str(one.message) for one in caught] == ["coroutine 'Outbox.add' was never awaited"] * 4
     assert await client.keys(f"*{namespace}*") == []
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True], ids=["client", "pipeline"])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["store", "stream"])
+@pytest.mark.parametrize("kind", ["async", "sync", "async-cluster", "sync-cluster"])
+async def test_a_client_that_repeats_commands_by_itself_is_refused(
+    kind: str,
+    is_stream: bool,  # noqa: FBT001
+    is_pipeline: bool,  # noqa: FBT001
+    namespace: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    """S0-43: it would write a message again, and all else of its pipeline, when only the answer was lost."""
+    is_cluster = kind.endswith("cluster")
+    server: ValkeyClient = request.getfixturevalue("valkey_cluster" if is_cluster else "valkey_server")
+    library = redis.asyncio if kind.startswith("async") else redis
+    made: Foreign = library.RedisCluster if is_cluster else library.Redis
+    client = made.from_url(server.dsn, retry=(AsyncRetry if kind.startswith("async") else Retry)(NoBackoff(), 3))
+    outbox = (StreamOutbox if is_stream else Outbox)(namespace=namespace)
+
+    with pytest.raises(ConfigurationError, match="repeats commands by itself; pass retry="):
+        await answered(outbox.add(client.pipeline() if is_pipeline else client, {"n": 1}, topic="orders"))
+
+    await answered(client.aclose() if kind.startswith("async") else client.close())

@@ -156,7 +156,7 @@ def test_a_client_that_does_not_await_adds_as_well(valkey_server: ValkeyClient) 
     """S3-02: also one that turns answers into texts, and its pipelines."""
     table = f"t{uuid4().hex}"
     outbox = Outbox(namespace="shop", table=table)
-    client = redis.Redis.from_url(valkey_server.dsn, decode_responses=True)
+    client = redis.Redis.from_url(valkey_server.dsn, decode_responses=True, retry=None)
     first, pipe = message(1), client.pipeline()
 
     added = outbox.add(client, first)
@@ -170,7 +170,7 @@ def test_a_client_that_does_not_await_adds_as_well(valkey_server: ValkeyClient) 
         await store.close()
         return [claim.message.payload for claim in claims]
 
-    assert (added, again) == ((first.id, True), (first.id, False))
+    assert (added, again) == (AddResult(first.id, is_new=True), AddResult(first.id, is_new=False))
     assert asyncio.run(stored()) == [b"1", b"2"]
     client.close()
 
@@ -601,7 +601,8 @@ async def test_one_message_that_is_added_twice_in_one_call_is_there_once(shop: S
 
     added = await shop.add(loose, loose, keyed, keyed)
 
-    assert added == [(loose.id, True), (loose.id, False), (keyed.id, True), (keyed.id, False)]
+    assert [one.id for one in added] == [loose.id, loose.id, keyed.id, keyed.id]
+    assert [one.is_new for one in added] == [True, False, True, False]
     assert [one.payload for one in await shop.deliver_all()] == [b"1", b"2"]
     assert await shop.deliver_all() == []
     assert await shop.store.repair() == 0
@@ -697,3 +698,20 @@ async def test_a_write_to_a_lost_transport_is_told_as_a_lost_connection() -> Non
         await client.call(call("_add_writer"))
     with pytest.raises(AttributeError):
         await client.call(call("misspelt"))
+
+
+async def test_what_is_redriven_is_named_by_uuids(shop: Shop) -> None:
+    """S3-27: a text is refused before anything is tried again."""
+    with pytest.raises(TypeError, match="takes the ids of messages as UUID objects, not str"):
+        await shop.store.redrive("0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("module", ["", ".store", ".writer", ".inbox", ".transactions"])
+def test_without_the_library_the_extra_is_named(module: str) -> None:
+    """S4-04: whichever part is imported first."""
+    blocked = f"import sys; sys.modules['redis'] = None; import postroom.stores.redis{module}"
+
+    done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=False, timeout=110)
+
+    assert done.returncode == 1
+    assert "MissingExtraError: redis is not installed; run: pip install 'postroom[redis]'" in done.stderr

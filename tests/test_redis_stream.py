@@ -243,7 +243,7 @@ async def test_each_message_is_one_xadd_in_the_pipeline_of_the_caller(client: Fo
 def test_a_client_that_does_not_wait_adds_too(valkey_server: ValkeyClient) -> None:
     """S0-43: with a pipeline and without, all or nothing."""
     outbox = StreamOutbox(table=f"test-{uuid4().hex}")
-    with redis.Redis.from_url(valkey_server.dsn) as client:
+    with redis.Redis.from_url(valkey_server.dsn, retry=None) as client:
         outbox.add(client, [numbered(1), numbered(2)])
         with client.pipeline() as pipeline:
             outbox.add(pipeline, numbered(3))

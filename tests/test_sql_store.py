@@ -488,11 +488,16 @@ async def test_a_trickle_of_messages_starves_no_others(postgres_dsn: str, trickl
     assert waiting.id in claimed
 
 
-async def test_a_hint_before_open_is_an_error_and_after_close_is_dropped(postgres_dsn: str) -> None:
+async def test_a_hint_before_open_is_a_warning_once_and_after_close_is_dropped(
+    postgres_dsn: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """G11: nothing connects again behind the back of a store that was closed."""
     store = PostgresStore(postgres_dsn)
-    with pytest.raises(ConfigurationError, match=r"call `await store\.open\(\)` before notify"):
+    for _ in range(3):
         store.notify()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "call `await store.open()`" in caplog.text
+    assert caplog.records[0].exc_info is None
     await store.apply_schema()
     await store.open()
     store.notify()

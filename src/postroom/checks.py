@@ -1,4 +1,4 @@
-"""Checks of what constructors are given: each names the argument, what it was, and what it takes."""
+"""Checks of constructor arguments: each raises an error that names the argument, its value and what it takes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ __all__ = [
 _ZERO: Final = timedelta(0)
 
 
-def check_duration(name: str, value: object, *, zero: bool = False, optional: bool = False) -> None:
-    """Refuse what is no duration, or no positive one unless ``zero`` is allowed."""
+def check_duration(
+    name: str,
+    value: object,
+    *,
+    zero: bool = False,
+    least: timedelta | None = None,
+    most: timedelta | None = None,
+    optional: bool = False,
+) -> None:
+    """Raise unless the value is a duration: positive, or also zero, and within the bounds."""
     if optional and value is None:
         return
     if not isinstance(value, timedelta):
@@ -34,18 +42,23 @@ def check_duration(name: str, value: object, *, zero: bool = False, optional: bo
     if value < _ZERO or (value == _ZERO and not zero):
         rule = "must not be negative" if zero else "must be positive"
         raise ConfigurationError(f"{name}={value} {rule}{', or None for no limit' * optional}")
+    if least is not None and value < least:
+        raise ConfigurationError(f"{name}={value} must be at least {least}")
+    if most is not None and value > most:
+        raise ConfigurationError(f"{name}={value} must be at most {most}")
 
 
-def check_count(name: str, value: object, *, least: int = 1, optional: bool = False) -> None:
-    """Refuse what is no whole number, or one below ``least``; a bool is none."""
+def check_count(name: str, value: object, *, least: int = 1, most: int | None = None, optional: bool = False) -> None:
+    """Raise unless the value is an int, not a bool, within the bounds."""
     if optional and value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        _refuse(name, value, f"an int of at least {least}{' or None' * optional}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        _refuse(name, value, f"an int {bounds}{' or None' * optional}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
-    """Refuse what is none of the values that there are."""
+    """Raise unless the value is one of the choices."""
     if isinstance(value, str) and value not in choices:
         raise ConfigurationError(f"{name}={shown(value)} must be one of {', '.join(map(repr, choices))}")
     if not isinstance(value, str) and (value is not None or value not in choices):
@@ -53,31 +66,31 @@ def check_choice(name: str, value: object, choices: Sequence[str | None]) -> Non
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False: a text such as ``"no"`` would be taken for true."""
+    """Raise unless the value is True or False; a string such as ``"no"`` would count as true."""
     if not isinstance(value, bool):
         _refuse(name, value, "True or False")
 
 
 def check_text(name: str, value: object, *, optional: bool = False) -> None:
-    """Refuse what is no text, or an empty one."""
+    """Raise unless the value is a string that is not empty."""
     if not (isinstance(value, str) and value) and not (optional and value is None):
-        _refuse(name, value, f"a text that is not empty{' or None' * optional}")
+        _refuse(name, value, f"a string that is not empty{' or None' * optional}")
 
 
 def check_type(name: str, value: object, kind: type, *, optional: bool = False) -> None:
-    """Refuse what is no object of a class."""
+    """Raise unless the value is an instance of a class."""
     if not isinstance(value, kind) and not (optional and value is None):
         _refuse(name, value, f"a {kind.__name__}{' or None' * optional}")
 
 
 def check_function(name: str, value: object, takes: str, *, optional: bool = False) -> None:
-    """Refuse what cannot be called; ``takes`` says with what it is."""
+    """Raise unless the value is callable; ``takes`` names its argument."""
     if not callable(value) and not (optional and value is None):
         _refuse(name, value, f"a function of {takes}{' or None' * optional}")
 
 
 def check_methods(name: str, value: object, methods: Sequence[str], what: str, *, optional: bool = False) -> None:
-    """Refuse what lacks a part of a port, and a class in place of its instance; ``what`` says what it takes."""
+    """Raise unless the value has the methods of a port; ``what`` names the port. A class is not an instance of it."""
     if optional and value is None:
         return
     if inspect.isclass(value):
@@ -87,7 +100,7 @@ def check_methods(name: str, value: object, methods: Sequence[str], what: str, *
 
 
 def _refuse(name: str, value: object, takes: str, why: str = "") -> NoReturn:
-    """Raise an error; only values are shown that hold no secret."""
+    """Raise an error that shows the value only if it cannot hold a secret."""
     kind = type(value).__qualname__
     is_shown = value is None or isinstance(value, int | float)
     given = f"{name}={value!r}" if is_shown else f"{name} of type {kind}"

@@ -26,13 +26,15 @@ from .publisher import AnyPublisher, as_publisher
 from .publishing import Policy, Publishing
 from .retry import Backoff, Delay, guarded
 from .store import Claim, ClaimTerms, Dead, OnDead, Release, Settlement, Store, as_store
-from .upkeep import purge_forever, repair_forever, sweep_forever
+from .upkeep import look_elsewhere, purge_forever, repair_forever, sweep_forever
 
 __all__ = ["Dispatcher"]
 
 SECOND = timedelta(seconds=1)
 #: Where waiting for work begins before it grows to the poll interval.
 SHORTEST_IDLE = 0.01
+#: After how many claims that found nothing, since the start, other namespaces are looked at.
+EMPTY_POLLS = 15
 #: How many seconds a stop waits for the store to take the last settlements.
 FAREWELL = 10.0
 #: How many bytes of payload one claim brings by default.
@@ -182,6 +184,8 @@ class Dispatcher:
         self._claiming = Claiming(self._store, self._terms, self._custody, self._tell, batch, self._stopping)
         self._batches: set[asyncio.Task[None]] = set()
         self._idle = SHORTEST_IDLE
+        #: How many claims in a row have found nothing since the start; None once that no longer matters.
+        self._empty_polls: int | None = 0
         self._released = 0
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -317,6 +321,7 @@ class Dispatcher:
                 claimed = await self._claiming.next()
                 is_busy = self._claiming.is_full(claimed)
                 if claimed.claims:
+                    self._empty_polls = None
                     await self._start(claimed)
                     self._idle = SHORTEST_IDLE
                     if self._claiming.is_clogged and not self._claiming:
@@ -324,13 +329,25 @@ class Dispatcher:
                 elif self._claiming:
                     continue
                 elif until_idle and claimed.began_idle and self._is_idle():
+                    await self._look_elsewhere(patience=0)
                     return
                 else:
                     await self._rest()
+                    await self._look_elsewhere(patience=EMPTY_POLLS)
         finally:
             # The store may have claimed already: what it took must be known, to be given back.
             self._stopping.set()
             await self._claiming.end()
+
+    async def _look_elsewhere(self, *, patience: int) -> None:
+        """Look once for messages of other namespaces, if so many claims have found nothing since the start."""
+        if self._empty_polls is None:
+            return
+        self._empty_polls += 1
+        if self._empty_polls > patience:
+            self._empty_polls = None
+            if self._store.features.sees_namespaces:
+                await look_elsewhere(self._store, self._tell)
 
     def _is_idle(self) -> bool:
         return not (self._custody or self._woken.is_set() or self._prober.is_busy)

@@ -27,6 +27,7 @@ __all__ = [
     "DeadLettered",
     "Died",
     "DispatcherFailed",
+    "DueElsewhere",
     "DuplicateSkipped",
     "Event",
     "Handled",
@@ -233,6 +234,20 @@ class ClockJumpedBack(Event):
     level = logging.WARNING
     text = "the store's clock was put back by %(by)s; messages that were due wait until it has caught up"
     by: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class DueElsewhere(Event):
+    """A dispatcher found nothing in its namespace, while messages are due in others that no worker serves."""
+
+    level = logging.WARNING
+    text = (
+        "no messages in namespace '%(namespace)s', but messages are due in others of its store: %(found)s; if this "
+        "dispatcher should deliver them, add messages with store.outbox(), which has the namespace of its store"
+    )
+    namespace: str
+    #: Each of them, with how many messages are due in it.
+    found: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
-from typing import Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
+from uuid import UUID, uuid5
 
 from .checks import check_choice, check_duration, check_text
 from .errors import ConfigurationError, InvalidNameError
@@ -12,10 +14,15 @@ from .message import Message, is_namespace
 from .transaction import Transaction, Transactions
 from .writer import writer_of
 
-__all__ = ["Inbox", "Mode"]
+__all__ = ["By", "Inbox", "Mode"]
 
 #: Whether a message is marked before its handler runs, or after it.
 Mode: TypeAlias = Literal["pessimistic", "optimistic"]
+#: By what a consumer knows a message again.
+By: TypeAlias = Literal["id", "dedupe_key"]
+
+#: Names the ids that stand for dedupe keys in an inbox; a change would forget all of them.
+_DEDUPE_KEYS: Final = UUID("6f1d3c52-9a0e-5b7c-8d43-2e7f90a1b6c4")
 
 #: How many rows one pass of the cleanup deletes.
 CHUNK = 1000
@@ -26,7 +33,7 @@ class _Undone(Exception):  # noqa: N818 -- no error: it rolls back what was only
 
 
 class Inbox:
-    """What one consumer has handled, by the ids of messages.
+    """What one consumer has handled, by the ids of messages or by their dedupe keys.
 
     The row of a message is written in the transaction of its effect: either both are there or neither. Two deliveries
     at the same time end with one effect: the second waits for the first, and runs only if that was rolled back.
@@ -41,13 +48,14 @@ class Inbox:
 again for 4 days, 0:00:00, so their effect could happen twice; raise retention=
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
         self,
         consumer: str,
         *,
         table: str = "postroom_inbox",
         schema: str | None = None,
         mode: Mode = "pessimistic",
+        by: By = "id",
         retention: timedelta = timedelta(days=7),
         redelivery_horizon: timedelta | None = None,
     ) -> None:
@@ -60,6 +68,8 @@ again for 4 days, 0:00:00, so their effect could happen twice; raise retention=
             schema: The database schema that the table is in.
             mode: ``pessimistic`` marks a message first, so that its handler never runs twice at once;
                 ``optimistic`` marks it last, which keeps locks shorter, and undoes what was done twice.
+            by: ``id`` knows a message again by its id. ``dedupe_key`` takes messages of one tenant with the same dedupe
+                key for one message, whatever their ids and topics are; a message without one is known by its id.
             retention: How long a message is remembered.
             redelivery_horizon: For how long after its first delivery a message may come again.
 
@@ -73,10 +83,12 @@ again for 4 days, 0:00:00, so their effect could happen twice; raise retention=
         self.table = table
         self.schema = schema
         self.mode: Mode = mode
+        self.by: By = by
         self.retention = retention
         check_text("table", table)
         check_text("schema", schema, optional=True)
         check_choice("mode", mode, get_args(Mode))
+        check_choice("by", by, get_args(By))
         check_duration("retention", retention)
         check_duration("redelivery_horizon", redelivery_horizon, zero=True, optional=True)
         self.check_horizon(redelivery_horizon)
@@ -88,6 +100,12 @@ again for 4 days, 0:00:00, so their effect could happen twice; raise retention=
                 f"inbox of {self.consumer!r}: messages are forgotten after {self.retention} and may come again for "
                 f"{horizon}, so their effect could happen twice; raise retention="
             )
+
+    def known(self, message: Message) -> Message:
+        """Return a message under the id by which this inbox knows it: its own, or one made of its dedupe key."""
+        if self.by == "id" or message.dedupe_key is None:
+            return message
+        return replace(message, id=uuid5(_DEDUPE_KEYS, f"{message.tenant_id or ''}/{message.dedupe_key}"))
 
     async def admit(self, transaction: Transaction, message: Message) -> bool:
         """Mark a message as handled in a transaction; tell whether it was not before.

@@ -10,7 +10,19 @@ from datetime import datetime, timedelta
 from functools import lru_cache
 from operator import itemgetter
 from types import CoroutineType
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
+from typing import (
+    Any,
+    Final,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    get_type_hints,
+    overload,
+)
 from uuid import UUID
 
 from .checks import check_flag, check_function, check_methods, check_text, check_type
@@ -19,7 +31,19 @@ from .errors import InvalidDueTimeError, InvalidMessageError, InvalidNameError
 from .message import DEFAULT_NAMESPACE, Limits, Message, drafted, is_namespace, uuid7s, validate
 from .writer import writer_of
 
-__all__ = ["AddResult", "Addition", "Answer", "AsyncConnection", "Options", "Outbox", "SyncConnection", "check_moment"]
+__all__ = [
+    "AddResult",
+    "Addition",
+    "Answer",
+    "AsyncConnection",
+    "MessageSettings",
+    "Options",
+    "Outbox",
+    "OutboxSettings",
+    "SyncConnection",
+    "check_moment",
+    "check_settings",
+]
 
 T = TypeVar("T")
 
@@ -123,6 +147,27 @@ class Options(TypedDict, total=False):
     outside_transaction: bool
 
 
+class MessageSettings(TypedDict, total=False):
+    """Settings of an `Outbox` that a store of any kind passes on to it."""
+
+    codec: Codec | None
+    limits: Limits | None
+    opaque_dedupe_keys: bool
+
+
+class OutboxSettings(MessageSettings, total=False):
+    """Settings of an `Outbox` that a store which keeps the order of keys passes on to it."""
+
+    strict_order: bool
+
+
+def check_settings(store: str, given: Iterable[str], settings: type) -> None:
+    """Raise `TypeError` for a keyword that neither a store nor its outbox takes, as Python does for any call."""
+    for name in given:
+        if name not in get_type_hints(settings):
+            raise TypeError(f"{store}() got an unexpected keyword argument {name!r}")
+
+
 _OPTIONS: Final = frozenset(Options.__annotations__)
 _OF_EVERY_MESSAGE: Final = frozenset({"delay", "due_at", "outside_transaction"})
 
@@ -130,11 +175,13 @@ _OF_EVERY_MESSAGE: Final = frozenset({"delay", "due_at", "outside_transaction"})
 class Outbox:
     """Adds messages to the outbox table, through whatever holds the caller's transaction.
 
+    Get it from the store, as ``store.outbox()``: it has the store's namespace, table and settings, so that a dispatcher
+    of the store delivers what it adds. A process that has no store makes one of its own with the same arguments.
+
     Example:
         >>> import sqlite3
-        >>> from postroom import Outbox
         >>> from postroom.stores import SQLiteStore
-        >>> outbox = Outbox(namespace="shop")
+        >>> outbox = SQLiteStore("shop.sqlite3", namespace="shop").outbox()
         >>> connection = sqlite3.connect(":memory:")
         >>> SQLiteStore.create_tables(connection)
         >>> with connection:

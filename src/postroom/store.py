@@ -164,6 +164,8 @@ class Features:
     parks: bool = True
     #: A claim brings messages with a key or messages without one, so it takes two claims to see all that was added.
     separates_keys: bool = False
+    #: `due_elsewhere` finds messages of other namespaces; without it, it returns nothing.
+    sees_namespaces: bool = True
 
 
 class Store(Protocol):
@@ -242,6 +244,14 @@ class Store(Protocol):
 
     async def stats(self) -> Stats:
         """Tell how many messages are in each state, without reading the whole table."""
+        ...
+
+    async def due_elsewhere(self) -> dict[str, int]:
+        """Return a few other namespaces in which messages are due and no worker holds any, with how many.
+
+        A dispatcher that finds nothing asks once, in case messages were added to another namespace by mistake. What
+        this reads is bounded, however many messages there are.
+        """
         ...
 
     async def listen(self, wake: Callable[[], None]) -> None:

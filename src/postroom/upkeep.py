@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 from . import events
 from .clock_watch import ClockWatch
+from .errors import StoreError, StorePermissionError
 from .patience import UPKEEP, persist
 from .store import ClaimTerms, Store
 
-__all__ = ["purge_forever", "repair_forever", "sweep_forever"]
+__all__ = ["look_elsewhere", "purge_forever", "repair_forever", "sweep_forever"]
 
 CHUNK = 1000
 HOUR = timedelta(hours=1)
+#: How many seconds a look at other namespaces may take.
+PATIENCE = 5.0
 
 
 async def sweep_forever(store: Store, terms: ClaimTerms, tell: events.Listener, *, every: timedelta) -> None:
@@ -46,6 +50,16 @@ async def purge_forever(store: Store, tell: events.Listener, *, every: timedelta
             await asyncio.sleep(0.01)
         if total:
             tell(events.Purged(total))
+
+
+async def look_elsewhere(store: Store, tell: events.Listener) -> None:
+    """Report if messages of other namespaces wait; errors of the store are reported by the claims that meet them."""
+    with suppress(StoreError, StorePermissionError, TimeoutError):
+        async with asyncio.timeout(PATIENCE):
+            due = await store.due_elsewhere()
+        if due:
+            found = tuple(f"{count} in '{namespace}'" for namespace, count in sorted(due.items()))
+            tell(events.DueElsewhere(store.namespace, found))
 
 
 async def repair_forever(store: object, tell: events.Listener) -> None:

@@ -189,7 +189,7 @@ async def test_what_consumers_leave_behind_in_redis_is_read_past_the_library(pla
     """Effects, marks in the inbox and dead letters, each with the consumer that they are of."""
     store, write = handling_store(place.name, place.url), WRITERS["redis"]
     handled, given_up = Message(topic="orders", payload=b"{}"), Message(topic="orders", payload=b"{}", attempt=3)
-    inbox = store.inbox("stock", mode="pessimistic", retention=LEASE, redelivery_horizon=None)
+    inbox = store.inbox("stock", mode="pessimistic", by="id", retention=LEASE, redelivery_horizon=None)
 
     async with store.transactions().begin() as transaction:
         assert await inbox.admit(transaction, handled)

@@ -402,6 +402,28 @@ FROM (
     WHERE unsettled = 1 AND namespace = :namespace AND (topic > :topic OR (topic = :topic AND `key` > :key))
     ORDER BY topic, `key`, seq LIMIT 1) AS head;
 
+-- look for messages of other namespaces
+SELECT namespace FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+WHERE namespace > :after
+ORDER BY namespace LIMIT 1;
+
+-- look for messages of other namespaces
+SELECT (
+    SELECT count(*) FROM (
+        SELECT 1 AS one FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
+        WHERE status = 'processing' AND namespace = :namespace AND locked_until > UTC_TIMESTAMP(6)
+        ORDER BY locked_until, seq LIMIT 1) AS held),
+(
+    SELECT count(*) FROM (
+        SELECT 1 AS one FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+        WHERE status = 'pending' AND ordered = 0 AND namespace = :namespace AND next_attempt_at <= UTC_TIMESTAMP(6)
+        ORDER BY next_attempt_at, seq LIMIT 1000) AS due_loose),
+(
+    SELECT count(*) FROM (
+        SELECT 1 AS one FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+        WHERE status = 'pending' AND ordered = 1 AND namespace = :namespace AND next_attempt_at <= UTC_TIMESTAMP(6)
+        ORDER BY next_attempt_at, seq LIMIT 1000) AS due_ordered);
+
 -- mark a message as handled
 INSERT INTO `postroom_inbox` (consumer, tenant_id, message_id, created_at)
 VALUES (:consumer, :tenant_id, :message_id, UTC_TIMESTAMP(6))

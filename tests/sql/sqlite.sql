@@ -437,6 +437,38 @@ FROM (
     WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND namespace = :namespace AND (topic, "key") > (:topic, :key)
     ORDER BY topic, "key", seq LIMIT 1) AS head;
 
+-- look for messages of other namespaces
+SELECT namespace FROM (
+    SELECT namespace FROM "postroom_outbox"
+    WHERE status = 'pending' AND "key" IS NULL AND namespace > :after
+    ORDER BY namespace, next_attempt_at, seq LIMIT 1) AS first_loose
+UNION ALL
+SELECT namespace FROM (
+    SELECT namespace FROM "postroom_outbox"
+    WHERE status = 'pending' AND "key" IS NOT NULL AND namespace > :after
+    ORDER BY namespace, next_attempt_at, seq LIMIT 1) AS first_ordered
+ORDER BY namespace LIMIT 1;
+
+-- look for messages of other namespaces
+SELECT (
+    SELECT count(*) FROM (
+        SELECT 1 AS one FROM "postroom_outbox"
+        WHERE status = 'processing' AND namespace = :namespace
+          AND locked_until > CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+        ORDER BY locked_until, seq LIMIT 1) AS held),
+(
+    SELECT count(*) FROM (
+        SELECT 1 AS one FROM "postroom_outbox"
+        WHERE status = 'pending' AND "key" IS NULL AND namespace = :namespace
+          AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+        ORDER BY next_attempt_at, seq LIMIT 1000) AS due_loose),
+(
+    SELECT count(*) FROM (
+        SELECT 1 AS one FROM "postroom_outbox"
+        WHERE status = 'pending' AND "key" IS NOT NULL AND namespace = :namespace
+          AND next_attempt_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+        ORDER BY next_attempt_at, seq LIMIT 1000) AS due_ordered);
+
 -- mark a message as handled
 INSERT INTO "postroom_inbox" (consumer, tenant_id, message_id, created_at)
 VALUES (:consumer, :tenant_id, :message_id, CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER))

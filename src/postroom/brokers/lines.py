@@ -68,11 +68,14 @@ class LinesBroker:
 def encode_line(message: Message) -> bytes:
     """Return a message as a CloudEvent in JSON, with a newline and in ASCII.
 
-    JSON content stands in ``data``, anything else in ``data_base64``; ``topic``, ``headers`` and the like are added.
+    JSON content stands in ``data``, anything else in ``data_base64``; ``topic``, ``tenantid``, ``dedupekey``,
+    ``headers`` and the like are added.
     """
     event: dict[str, Any] = {**message.attributes, "topic": message.topic}
     if message.tenant_id is not None:
         event["tenantid"] = str(message.tenant_id)
+    if message.dedupe_key is not None:
+        event["dedupekey"] = message.dedupe_key
     if message.headers:
         event["headers"] = dict(message.headers)
     event |= {"postroomattempt": message.attempt, "postroomtoken": message.token}

@@ -103,7 +103,7 @@ class InboxMiddleware:
 
     async def _outside(self, claiming: ClaimingTransactions, message: Message, call_next: Next) -> Sequence[Message]:
         """Claim a message, and hand the claim over to the transaction that begins inside."""
-        _check_id(message)
+        self._check_id(message)
         with no_fault_of_the_message():
             claim = await claiming.claim(self.inbox, message)
         if claim is None:
@@ -138,7 +138,7 @@ class InboxMiddleware:
         transaction = required_transaction("the inbox")
         if self._transactions is None:
             self.run_on(transaction.opened_by)
-        _check_id(message)
+        self._check_id(message)
         transaction.witness = partial(self.inbox.was_handled, transaction.opened_by, message)
         is_optimistic = self.inbox.mode == "optimistic"
         is_admitted, transaction.is_admitted = transaction.is_admitted, None
@@ -160,14 +160,13 @@ class InboxMiddleware:
             raise AlreadyHandledError(message.id, transaction)
         return outputs
 
+    def _check_id(self, message: Message) -> None:
+        if not self.inbox.known(message).id:  # type: ignore[truthy-bool]  # a broker may have none
+            raise InvalidMessageError("the message has no id, by which the inbox could know it again")
+
     def _skip(self, message: Message) -> None:
         at = (message.id, message.type, message.topic, message.key)
         self._report(events.DuplicateSkipped(self.inbox.consumer, *at))
-
-
-def _check_id(message: Message) -> None:
-    if not message.id:  # type: ignore[truthy-bool]  # a broker may have none
-        raise InvalidMessageError("the message has no id, by which the inbox could know it again")
 
 
 async def purge_forever(inbox: Inbox, transactions: Transactions, tell: events.Listener, *, every: timedelta) -> None:

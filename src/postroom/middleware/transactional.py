@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from .. import events
 from ..checks import check_count, check_duration, check_function, check_methods, check_text
 from ..dead_letters import DeadLetters, StoredDeadLetters
-from ..inbox import Inbox, Mode
+from ..inbox import By, Inbox, Mode
 from ..message import Message
 from ..outbox import Outbox
 from ..store import as_store
@@ -44,7 +44,9 @@ class TransactionalStore(Protocol):
         """Return what adds messages to this store."""
         ...
 
-    def inbox(self, consumer: str, *, mode: Mode, retention: timedelta, redelivery_horizon: timedelta | None) -> Inbox:
+    def inbox(
+        self, consumer: str, *, mode: Mode, by: By, retention: timedelta, redelivery_horizon: timedelta | None
+    ) -> Inbox:
         """Return the inbox of a consumer in this store."""
         ...
 
@@ -136,6 +138,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     pool: object | None = None,
     topic: str | None = None,
     mode: Mode = "pessimistic",
+    by: By = "id",
     retention: timedelta = timedelta(days=7),
     redelivery_horizon: timedelta | None = None,
     max_attempts: int | None = 10,
@@ -155,6 +158,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
         pool: Where transactions are opened, if not on connections of the store: see `TransactionMiddleware`.
         topic: Where all outputs go; by default each says it itself.
         mode: Whether a message is marked before its handler runs, or after it: see `Inbox`.
+        by: By what a message is known again, its id or its dedupe key: see `Inbox`.
         retention: How long a message is remembered.
         redelivery_horizon: For how long after its first delivery a message may come again.
         max_attempts: After how many deliveries a message that failed becomes a dead letter; None for never.
@@ -173,7 +177,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     check_function("listener", listener, "an event", optional=True)
     check_duration("cleanup_interval", cleanup_interval)
     store = as_transactional(store)
-    inbox = store.inbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
+    inbox = store.inbox(consumer, mode=mode, by=by, retention=retention, redelivery_horizon=redelivery_horizon)
     transaction = TransactionMiddleware(store if pool is None else pool)
     if mode == "pessimistic":
         transaction.open_for(inbox)

@@ -23,6 +23,7 @@ ACCEPTED = (
 #: What is said of tables only, and what of servers only that may forget.
 _OF_TABLES = frozenset({"schema", "inbox"})
 _OF_REDIS = frozenset({"profile", "replicas"})
+_OF_MEMORY = frozenset({"namespace", "keep_delivered", "codec", "limits", "strict_order", "opaque_dedupe_keys"})
 _REDIS = frozenset({"redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel"})
 
 
@@ -55,6 +56,6 @@ def store_from_url(url: str, **options: Any) -> MemoryStore | SQLStore | RedisSt
 
             return RedisStore(url, **options)
         case "memory":
-            return MemoryStore(namespace=options.get("namespace", "default"))
+            return MemoryStore(**{name: options[name] for name in options.keys() & _OF_MEMORY})
         case _:
             raise UnknownURLError(f"{scheme}:…", ACCEPTED)

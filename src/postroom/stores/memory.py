@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import chain, islice, takewhile
-from typing import Final, TypeVar
+from typing import Final, TypeVar, Unpack
 
 from ..checks import check_duration, check_function
 from ..decisions import Question
 from ..errors import ConfigurationError, InvalidNameError, NotInTransactionError
 from ..inbox import Inbox
 from ..message import DEFAULT_NAMESPACE, Message, claimed, is_namespace
-from ..outbox import Addition, AddResult, Answer, Outbox
+from ..outbox import Addition, AddResult, Answer, Outbox, OutboxSettings, check_settings
 from ..store import (
     PARKED_FOR,
     Claim,
@@ -55,16 +56,23 @@ class MemoryStore:
         namespace: str = DEFAULT_NAMESPACE,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         keep_delivered: timedelta = timedelta(days=7),
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         if not is_namespace(namespace):
             raise InvalidNameError("namespace", namespace, "1 to 100 printable characters")
         check_function("clock", clock, "no argument")
         check_duration("keep_delivered", keep_delivered, zero=True)
+        check_settings(type(self).__name__, outbox, OutboxSettings)
         self.namespace = namespace
         self.keep_delivered = keep_delivered
         self.rows: MemoryTable = MemoryTable()
         self._clock = clock
         self._turn = 0
+        self._outbox_settings = outbox
+
+    def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
+        """Return what adds messages to this store, with its settings; ``wake`` is called after the commit."""
+        return Outbox(namespace=self.namespace, wake=wake, **self._outbox_settings)
 
     @contextmanager
     def transaction(self) -> Generator[MemoryTransaction]:
@@ -221,6 +229,13 @@ class MemoryStore:
         waiting = [row.due if row.destination is None else row.message.time or row.due for row in heads]
         counts = {status: states.count(status) for status in ("pending", "processing", "delivered", "dead")}
         return Stats(**counts, oldest_due=max((now - since for since in waiting if since <= now), default=None))
+
+    async def due_elsewhere(self) -> dict[str, int]:
+        """Return other namespaces in which messages are due and no worker holds any, with how many."""
+        now, others = self._clock(), [row for row in self.rows if row.message.namespace != self.namespace]
+        served = {row.message.namespace for row in others if row.status == "processing" and not row.is_expired(now)}
+        due = (row.message.namespace for row in others if row.status == "pending" and row.due <= now)
+        return dict(Counter(namespace for namespace in due if namespace not in served))
 
     async def listen(self, wake: Callable[[], None]) -> None:
         """Return at once: nothing reaches memory from another process."""

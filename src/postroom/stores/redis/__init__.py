@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from ...errors import MissingExtraError
+
+try:
+    import redis as _redis  # noqa: F401 -- before any module of this package needs it
+except ImportError as _error:
+    raise MissingExtraError("redis", "redis") from _error
+
 from .composition import scripted
 from .inbox import RedisInbox
 from .store import Counters, RedisStore

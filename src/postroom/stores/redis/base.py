@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...checks import check_duration
-from ...errors import ConfigurationError
-from ...inbox import Mode
+from ...inbox import By, Mode
 from ...store import Claim, ClaimTerms, Settlement
 from .client import Client
 from .inbox import RedisInbox
@@ -19,7 +18,7 @@ from .profile import Profile
 from .scripts import alone
 from .transactions import RedisTransactions
 
-__all__ = ["AT_ONCE", "SUSPECTS_EVERY", "TIMEOUT", "WEEK", "StoreInRedis", "check_range"]
+__all__ = ["AT_ONCE", "SUSPECTS_EVERY", "TIMEOUT", "WEEK", "StoreInRedis"]
 
 WEEK: Final = timedelta(days=7)
 TIMEOUT: Final = timedelta(seconds=10)
@@ -120,11 +119,12 @@ class StoreInRedis(ABC):
         consumer: str,
         *,
         mode: Mode = "pessimistic",
+        by: By = "id",
         retention: timedelta = WEEK,
         redelivery_horizon: timedelta | None = None,
     ) -> RedisInbox:
         """Return the inbox of a consumer, beside the messages of this store."""
-        return RedisInbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
+        return RedisInbox(consumer, mode=mode, by=by, retention=retention, redelivery_horizon=redelivery_horizon)
 
     @abstractmethod
     async def _prepare(self) -> None:
@@ -137,13 +137,3 @@ class StoreInRedis(ABC):
     @abstractmethod
     async def _settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Settle claims; whether that is safe is asked afterwards."""
-
-
-def check_range(name: str, value: Any, least: Any, most: Any = None, limit: str = "") -> None:  # noqa: ANN401
-    """Refuse an argument that is out of range: numbers or durations, as the bounds are."""
-    kind = type(least)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r} must be {'a timedelta' if kind is timedelta else 'an int'}")
-    if value < least or (most is not None and value > most):
-        upper = "" if most is None else f" and at most {f'{limit}=' if limit else ''}{most}"
-        raise ConfigurationError(f"{name}={value} must be at least {least}{upper}")

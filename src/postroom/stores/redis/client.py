@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
+
+import redis.exceptions
 
 from ...checks import check_duration
-from ...errors import ConfigurationError, MissingExtraError, StoreError, StoreTimeoutError
-from .scripts import Script, script
-
-try:
-    import redis.exceptions
-except ImportError as _error:
-    raise MissingExtraError("redis", "redis") from _error
-
+from ...errors import ConfigurationError, StoreError, StoreTimeoutError
 from .addresses import connect, hang_up, place
 from .errors import is_of_lost_transport, translated
+from .pipelines import refuse_if_it_repeats
+from .scripts import Script, script
 
 __all__ = ["Client", "connected"]
 
@@ -25,8 +22,6 @@ T = TypeVar("T")
 
 # The library's own types name neither what a script answers nor both kinds of clients.
 Foreign = Any
-
-_ONCE: Final = "pass retry=Retry(NoBackoff(), 0): the library would write again what may have been written already"
 
 
 def connected(server: Foreign, *, timeout: timedelta) -> tuple[Foreign, bool]:
@@ -45,10 +40,7 @@ def _check(client: Foreign) -> None:
     """Refuse a client that would do harm; both kinds of clients know how their connections are made."""
     pool: Foreign = getattr(client, "connection_pool", client)
     options: dict[str, Foreign] = pool.connection_kwargs
-    # A cluster's client repeats by itself, others have their connections do it; what they do by default differs.
-    retry = client.retry if hasattr(client, "retry") else pool.connection_class(**options).retry
-    if retry is not None and retry.get_retries():
-        raise ConfigurationError(f"the client repeats commands by itself; {_ONCE}")
+    refuse_if_it_repeats(client)
     if options.get("decode_responses"):
         raise ConfigurationError("the client has decode_responses=True, and payloads are bytes; make one without")
 

@@ -18,7 +18,7 @@ from ...errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
-from ...inbox import Inbox, Mode
+from ...inbox import By, Inbox, Mode
 from ...message import Message
 from ...outbox import Addition, Answer, Outbox
 from ...writer import Writer
@@ -64,6 +64,7 @@ class RedisInbox(Inbox):
         *,
         table: str = "postroom_inbox",
         mode: RedisMode = "pessimistic",
+        by: By = "id",
         retention: timedelta = DAY,
         redelivery_horizon: timedelta | None = None,
         lease: timedelta = timedelta(seconds=30),
@@ -77,11 +78,12 @@ class RedisInbox(Inbox):
             table: What its keys begin with.
             mode: As for every `Inbox`. Besides, ``setnx_may_lose_messages`` marks a message as handled before it is,
                 so that a crash of its handler loses it, and a redelivery meanwhile is acknowledged.
+            by: By what a message is known again, as for every `Inbox`.
             retention: How long a message is remembered.
             redelivery_horizon: For how long after its first delivery a message may come again.
             lease: How long a message stays claimed by one who has crashed. It is renewed while a handler runs.
             longest: For how long it is renewed.
-            key_func: Returns by what a message is known again, its id and its tenant by default.
+            key_func: Returns by what a message is known again, in place of ``by``.
 
         Raises:
             ConfigurationError: Messages would be forgotten while they may still come again, or a lease is none.
@@ -94,6 +96,7 @@ class RedisInbox(Inbox):
             consumer,
             table=table,
             mode="pessimistic" if mode == SETNX else mode,
+            by=by,
             retention=retention,
             redelivery_horizon=redelivery_horizon,
         )
@@ -107,7 +110,7 @@ class RedisInbox(Inbox):
         Raises:
             InvalidMessageError: There is nothing by which it could be known again.
         """
-        name = _identity(message) if self._key_func is None else self._key_func(message)
+        name = _identity(self.known(message)) if self._key_func is None else self._key_func(message)
         if not name:
             raise InvalidMessageError("the message has nothing by which the inbox could know it again")
         return f"{self.prefix(tag)}:{quote(self.consumer, safe='')}:{name}"
@@ -244,7 +247,7 @@ def _next_look(lease: timedelta, left: int) -> timedelta:
 def _of_redis(inbox: Inbox) -> RedisInbox:
     if isinstance(inbox, RedisInbox):
         return inbox
-    return RedisInbox(inbox.consumer, table=inbox.table, mode=inbox.mode, retention=inbox.retention)
+    return RedisInbox(inbox.consumer, table=inbox.table, mode=inbox.mode, by=inbox.by, retention=inbox.retention)
 
 
 def _identity(message: Message) -> str:

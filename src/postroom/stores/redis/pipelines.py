@@ -1,15 +1,40 @@
-"""Pipelines of redis-py, which is not imported here, and when they hold nothing back."""
+"""What is asked of clients and pipelines of redis-py, which is not imported here."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+from weakref import WeakSet
 
-from ...errors import CommandRefusedError
+from ...errors import CommandRefusedError, ConfigurationError
 
-__all__ = ["refuse_unless_it_queues"]
+__all__ = ["refuse_if_it_repeats", "refuse_unless_it_queues"]
+
+# Clients and pipelines of a library that is not imported.
+Foreign = Any
+
+_ONCE: Final = "pass retry=Retry(NoBackoff(), 0): the library would write again what may have been written already"
+#: Pools and clients of clusters that repeat nothing: to find out takes longer than to add a message.
+_SOUND: Final[WeakSet[Foreign]] = WeakSet()
 
 
-def refuse_unless_it_queues(pipeline: Any, what: str) -> None:  # noqa: ANN401 -- of a library that is not imported
+def refuse_if_it_repeats(client: Foreign) -> None:
+    """Refuse a client, or a pipeline of it, that sends commands again when their answer is lost.
+
+    Raises:
+        ConfigurationError: It does, and what it writes could be written twice.
+    """
+    owner: Foreign = getattr(client, "cluster_client", client)
+    # A cluster's client repeats by itself, others have their connections do it.
+    maker: Foreign = owner if hasattr(owner, "retry") else owner.connection_pool
+    if maker in _SOUND:
+        return
+    retry = maker.retry if maker is owner else maker.connection_class(**maker.connection_kwargs).retry
+    if retry is not None and retry.get_retries():
+        raise ConfigurationError(f"the client repeats commands by itself; {_ONCE}")
+    _SOUND.add(maker)
+
+
+def refuse_unless_it_queues(pipeline: Foreign, what: str) -> None:
     """Refuse to do something with a pipeline that would send it at once.
 
     From ``watch()`` on, the library sends every command by itself until ``multi()``, so that what is watched can be

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Unpack
 from uuid import UUID
 
 from ...message import DEFAULT_NAMESPACE
-from ...outbox import Outbox
+from ...outbox import Outbox, OutboxSettings, check_settings
 from ...store import (
     PARKED_FOR,
     Claim,
@@ -80,6 +80,7 @@ class RedisStore(StoreInRedis):
         profile: Profile = "durable",
         replicas: int = 1,
         timeout: timedelta = TIMEOUT,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store; no connection is made.
 
@@ -95,12 +96,15 @@ class RedisStore(StoreInRedis):
                 everything may be lost with the server.
             replicas: How many replicas are to have everything, with ``replicated``.
             timeout: How long one call to the server may take.
+            outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``strict_order``, ``opaque_dedupe_keys``.
 
         Raises:
             ConfigurationError: The client repeats commands by itself, or turns bytes into texts; or there is no such
                 profile.
         """
-        self.features: Features = Features(wakeups=True, requires_transaction=False)
+        check_settings(type(self).__name__, outbox, OutboxSettings)
+        self.features: Features = Features(wakeups=True, requires_transaction=False, sees_namespaces=False)
+        self._outbox_settings = outbox
         self._keys = Keys(table, namespace)
         super().__init__(
             server,
@@ -236,7 +240,14 @@ class RedisStore(StoreInRedis):
         return Counters(added=added, duplicates=duplicates, died=died, mended=mended, orphans=orphans)
 
     async def redrive(self, *identities: UUID) -> int:
-        """Have dead messages tried again from their first attempt on; return how many were dead."""
+        """Have dead messages tried again from their first attempt on; return how many were dead.
+
+        Raises:
+            TypeError: Something is not the `UUID` of a message.
+        """
+        for identity in identities:
+            if not isinstance(identity, UUID):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers without types
+                raise TypeError(f"redrive() takes the ids of messages as UUID objects, not {type(identity).__name__}")
         count = 0
         for chunk in _chunks(identities):
             count += await self._run("redrive", *(identity.bytes for identity in chunk))
@@ -262,13 +273,17 @@ class RedisStore(StoreInRedis):
             await asyncio.sleep(_PAUSE)
         return mended
 
+    async def due_elsewhere(self) -> dict[str, int]:
+        """Return nothing: namespaces are parts of keys, which only a scan of the whole server would find."""
+        return {}
+
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process until cancelled."""
         await listen(self._client, self._keys.channel, wake)
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
-        """Return what adds messages to this store."""
-        return Outbox(namespace=self.namespace, table=self._table, wake=wake)
+        """Return what adds messages to this store, with its settings; ``wake`` is called when it has stored some."""
+        return Outbox(namespace=self.namespace, table=self._table, wake=wake, **self._outbox_settings)
 
     async def _run(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 -- whatever the script answers
         return await self._client.run(name, self._keys.all, *arguments)

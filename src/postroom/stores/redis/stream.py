@@ -8,13 +8,15 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, Unpack
 from uuid import uuid4
 
+from ...checks import check_count, check_duration
 from ...errors import DecodeError, InvalidNameError, StoreError, StoreTimeoutError
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
+from ...outbox import MessageSettings, check_settings
 from ...store import Claim, ClaimTerms, Dead, Delivered, Features, Outcome, Peeked, Release, Retry, Settlement, Stats
-from .base import AT_ONCE, SUSPECTS_EVERY, TIMEOUT, StoreInRedis, check_range
+from .base import AT_ONCE, SUSPECTS_EVERY, TIMEOUT, StoreInRedis
 from .profile import Profile
 from .record import clipped
 from .stream_keys import StreamKeys
@@ -77,6 +79,7 @@ class RedisStreamStore(StoreInRedis):
         profile: Profile = "durable",
         replicas: int = 1,
         timeout: timedelta = TIMEOUT,
+        **outbox: Unpack[MessageSettings],
     ) -> None:
         """Set up a store; no connection is made.
 
@@ -102,17 +105,18 @@ class RedisStreamStore(StoreInRedis):
             profile: What the server has to promise, and is asked for when the store opens: see `RedisStore`.
             replicas: How many replicas are to have everything, with ``replicated``.
             timeout: How long one call to the server may take.
+            outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``opaque_dedupe_keys``.
 
         Raises:
             InvalidNameError: There can be no stream, group or consumer of that name.
             ConfigurationError: The client repeats commands by itself, or turns bytes into texts; there is no such
                 profile; or a number or duration is out of range.
         """
-        check_range("batch", batch, 1, AT_ONCE)
-        check_range("block", block, _MILLISECOND, timeout, "timeout")
-        check_range("claim_interval", claim_interval, timedelta(0))
-        if min_idle is not None:
-            check_range("min_idle", min_idle, _MILLISECOND)
+        check_settings(type(self).__name__, outbox, MessageSettings)
+        check_count("batch", batch, most=AT_ONCE)
+        check_duration("block", block, least=_MILLISECOND, most=timeout)
+        check_duration("claim_interval", claim_interval, zero=True)
+        check_duration("min_idle", min_idle, least=_MILLISECOND, optional=True)
         for kind, name in (("group", group), ("consumer", consumer)):
             if name is not None and (not is_namespace(name) or "|" in name):
                 raise InvalidNameError(kind, name, "1 to 100 printable characters without a |")
@@ -128,7 +132,7 @@ class RedisStreamStore(StoreInRedis):
             timeout=timeout,
         )
         self.features: Features = Features(
-            wakeups=True, requires_transaction=False, ordered=False, dedupes=False, parks=False
+            wakeups=True, requires_transaction=False, ordered=False, dedupes=False, parks=False, sees_namespaces=False
         )
         self.consumer: str = consumer or f"{socket.gethostname()[:50]}-{os.getpid()}-{uuid4().hex}"
         self._group = group
@@ -140,6 +144,7 @@ class RedisStreamStore(StoreInRedis):
         #: When the next claim looks for entries that other workers have left.
         self._next_look = 0.0
         self._marshal = marshal
+        self._outbox_settings = outbox
         self._unmarshal = unmarshal
         #: Tells this object from an earlier one of the same name, whose claims are to be taken over.
         self._incarnation = uuid4().hex[:8]
@@ -150,9 +155,14 @@ class RedisStreamStore(StoreInRedis):
         self._has_read_large = False
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> StreamOutbox:
-        """Return what adds messages to this store."""
+        """Return what adds messages to this store, with its settings; ``wake`` is called when it has stored some."""
         return StreamOutbox(
-            namespace=self.namespace, table=self._table, stream=self._stream, marshal=self._marshal, wake=wake
+            namespace=self.namespace,
+            table=self._table,
+            stream=self._stream,
+            marshal=self._marshal,
+            wake=wake,
+            **self._outbox_settings,
         )
 
     async def _prepare(self) -> None:
@@ -351,6 +361,10 @@ class RedisStreamStore(StoreInRedis):
             dead=dead,
             oldest_due=int(oldest) * _MICROSECOND if oldest else None,
         )
+
+    async def due_elsewhere(self) -> dict[str, int]:
+        """Return nothing: namespaces are parts of keys, which only a scan of the whole server would find."""
+        return {}
 
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` when entries were added, by whomever, until cancelled."""

@@ -17,7 +17,7 @@ from ...outbox import Addition, AddResult, Answer, Outbox
 from ...writer import Writer
 from .decisions import ask, ask_async, asking
 from .keys import Keys, dedupe_field, lane
-from .pipelines import refuse_unless_it_queues
+from .pipelines import refuse_if_it_repeats, refuse_unless_it_queues
 from .record import packed
 from .scripts import script
 from .stream_outbox import StreamOutbox
@@ -81,9 +81,18 @@ def _added(additions: Sequence[Addition], replies: Sequence[bytes | str]) -> lis
 
 
 def _is_queueing(connection: Foreign) -> bool:
-    """Tell whether a connection is a pipeline, which replies later; refuse one that would not."""
+    """Tell whether a connection is a pipeline, which answers later.
+
+    Raises:
+        CommandRefusedError: It is one that would not, because it watches keys.
+        ConfigurationError: It, or the client that it is of, repeats commands by itself.
+    """
+    names = {base.__name__ for base in type(connection).__mro__}
+    if "Recorder" in names:  # whose client was checked when it was made
+        return True
+    refuse_if_it_repeats(connection)
     refuse_unless_it_queues(connection, "add()")
-    return any(base.__name__ in {"Pipeline", "ClusterPipeline", "Recorder"} for base in type(connection).__mro__)
+    return not names.isdisjoint({"Pipeline", "ClusterPipeline"})
 
 
 class _NoInbox:

@@ -1,4 +1,4 @@
-"""How a namespace is doing: counts up to a ceiling, and the age of the oldest message that waits."""
+"""How namespaces are doing: counts up to a ceiling, the age of the oldest message, and what waits in others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ CEILING: Final = 10_000
 LOOKED_AT: Final = 1000
 #: How many keys are looked at if none of those messages could go out.
 KEYS_LOOKED_AT: Final = 100
+#: How many namespaces are looked at for messages that are due, and up to how many such messages of each are counted.
+NAMESPACES_LOOKED_AT: Final = 20
+DUE_CEILING: Final = 1000
 
 
 class Counting(Wording):
-    """The statements of `Store.stats`."""
+    """The statements of `Store.stats` and `Store.due_elsewhere`."""
 
     def stats(self, namespace: str) -> Script[Stats]:
         """Count up to a ceiling, and find the oldest message that waits."""
@@ -114,4 +117,50 @@ class Counting(Wording):
             SELECT namespace, topic, {{key}}, seq, status, next_attempt_at FROM {{outbox}}{{by_key}}
             WHERE {{unsettled}} AND namespace = :namespace AND {{after_key}}
             ORDER BY topic, {{key}}, seq LIMIT 1) AS head
+        """
+
+    def due_elsewhere(self, namespace: str) -> Script[dict[str, int]]:
+        """Step from one namespace to the next in the index, and count in each what is due."""
+        found: dict[str, int] = {}
+        after = ""
+        for _ in range(NAMESPACES_LOOKED_AT):
+            step = yield self.query(self._next_namespace, after=after)
+            if not step.rows:
+                break
+            after = step.rows[0][0]
+            if after != namespace:
+                counted = yield self.query(self._due_there, namespace=after)
+                is_served, *counts = counted.rows[0]
+                found |= {after: sum(counts)} if any(counts) and not is_served else {}
+        return found
+
+    # By the indexes of what is pending: what has been delivered is not read, however much of it there is.
+    _next_namespace: ClassVar[str] = """
+        SELECT namespace FROM (
+            SELECT namespace FROM {outbox}
+            WHERE status = 'pending' AND {loose} AND namespace > :after
+            ORDER BY namespace, next_attempt_at, seq LIMIT 1) AS first_loose
+        UNION ALL
+        SELECT namespace FROM (
+            SELECT namespace FROM {outbox}
+            WHERE status = 'pending' AND {ordered} AND namespace > :after
+            ORDER BY namespace, next_attempt_at, seq LIMIT 1) AS first_ordered
+        ORDER BY namespace LIMIT 1
+        """
+    _due_there: ClassVar[str] = f"""
+        SELECT (
+            SELECT count(*) FROM (
+                SELECT 1 AS one FROM {{outbox}}{{by_lease}}
+                WHERE status = 'processing' AND namespace = :namespace AND locked_until > {{now}}
+                ORDER BY locked_until, seq LIMIT 1) AS held),
+        (
+            SELECT count(*) FROM (
+                SELECT 1 AS one FROM {{outbox}}{{by_due}}
+                WHERE status = 'pending' AND {{loose}} AND namespace = :namespace AND next_attempt_at <= {{now}}
+                ORDER BY next_attempt_at, seq LIMIT {DUE_CEILING}) AS due_loose),
+        (
+            SELECT count(*) FROM (
+                SELECT 1 AS one FROM {{outbox}}{{by_due}}
+                WHERE status = 'pending' AND {{ordered}} AND namespace = :namespace AND next_attempt_at <= {{now}}
+                ORDER BY next_attempt_at, seq LIMIT {DUE_CEILING}) AS due_ordered)
         """

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from ...errors import ConfigurationError, StoreError
+from ...errors import StoreError
 from ...patience import call_in
 
 __all__ = ["Hints"]
@@ -44,14 +44,15 @@ class Hints:
         if self._sending:
             await asyncio.wait(self._sending)
 
-    def ask(self) -> None:
-        """Have a hint sent that tells of everything up to now."""
+    def ask(self) -> bool:
+        """Have a hint sent that tells of everything up to now; return False if they have never been opened."""
         if self._loop is None:
-            raise ConfigurationError("the store is not open; call `await store.open()` before notify()")
+            return False
         now = time.monotonic()
         self._is_crowded, self._asked = now - self._asked < CROWDED, now
         if self._next is None:  # else one is about to be sent, and will tell of this as well
             call_in(self._loop, self._begin)
+        return True
 
     def _begin(self) -> None:
         if self._next is None and self._is_open:

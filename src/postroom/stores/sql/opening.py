@@ -18,7 +18,8 @@ _WORD: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 
 def admission(opening: Opening) -> str:
     """Return what marks a message in PostgreSQL; its answer tells whether it was not marked before."""
-    return next(_dialect(opening).admit(opening.inbox.consumer, opening.message)).spelled(_spelled)
+    inbox, message = opening
+    return next(_dialect(opening).admit(inbox.consumer, inbox.known(message))).spelled(_spelled)
 
 
 def explain_admission(error: Exception, opening: Opening) -> None:

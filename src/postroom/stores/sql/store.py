@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar, Unpack, get_args
 
 from ...checks import check_choice, check_count, check_duration, check_flag, check_text
 from ...errors import (
@@ -20,9 +20,9 @@ from ...errors import (
     StoreContentionError,
     UnsupportedDatabaseError,
 )
-from ...inbox import Inbox, Mode
+from ...inbox import By, Inbox, Mode
 from ...message import DEFAULT_NAMESPACE, Message, is_namespace
-from ...outbox import Outbox
+from ...outbox import Outbox, OutboxSettings, check_settings
 from ...store import Claim, ClaimTerms, Features, Peeked, Settlement, Stats
 from ...transaction import Transactions
 from .claiming import Walk
@@ -67,6 +67,7 @@ class SQLStore:
         keep_delivered: timedelta = WEEK,
         timeout: timedelta = TIMEOUT,
         features: Features | None = None,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store; no connection is made.
 
@@ -77,7 +78,9 @@ class SQLStore:
             keep_delivered: How long delivered messages stay; zero deletes them at once, which is fastest.
             timeout: How long one call to the database may take.
             features: What the store promises.
+            outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``strict_order``, ``opaque_dedupe_keys``.
         """
+        check_settings(type(self).__name__, outbox, OutboxSettings)
         if not is_namespace(namespace):
             raise InvalidNameError("namespace", namespace, "1 to 100 printable characters")
         check_duration("keep_delivered", keep_delivered, zero=True)
@@ -94,6 +97,7 @@ class SQLStore:
         self._until_suspects = SUSPECTS_EVERY
         self._lanes = Lanes()
         self._walk = Walk()
+        self._outbox_settings = outbox
 
     def __repr__(self) -> str:
         """Leave out where the database is: its URL may hold a password."""
@@ -232,20 +236,27 @@ class SQLStore:
         """Tell how the namespace is doing."""
         return await self._run(self._dialect.stats(self.namespace), atomic=False)
 
+    async def due_elsewhere(self) -> dict[str, int]:
+        """Return a few other namespaces in which messages are due and no worker holds any, with how many."""
+        return await self._run(self._dialect.due_elsewhere(self.namespace), atomic=False)
+
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process."""
         await self._driver.listen(self._dialect.channel(self.namespace), wake, timeout=self._timeout)
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
-        """Return what adds messages to this store; ``wake`` is called after a commit that is known of."""
+        """Return what adds messages to this store, with its settings; ``wake`` is called after a commit it knows of."""
         names = self._dialect.names
-        return Outbox(namespace=self.namespace, table=names.table, schema=names.schema, wake=wake)
+        return Outbox(
+            namespace=self.namespace, table=names.table, schema=names.schema, wake=wake, **self._outbox_settings
+        )
 
     def inbox(
         self,
         consumer: str,
         *,
         mode: Mode = "pessimistic",
+        by: By = "id",
         retention: timedelta = WEEK,
         redelivery_horizon: timedelta | None = None,
     ) -> Inbox:
@@ -260,6 +271,7 @@ class SQLStore:
             table=names.inbox,
             schema=names.schema,
             mode=mode,
+            by=by,
             retention=retention,
             redelivery_horizon=redelivery_horizon,
         )
@@ -302,6 +314,7 @@ class PostgresStore(SQLStore):
         timeout: timedelta = TIMEOUT,
         connections: int = 5,
         pooler: Pooler | None = None,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store.
 
@@ -317,6 +330,7 @@ class PostgresStore(SQLStore):
             connections: The size of the pool for the store's own calls, and of the one for transactions of handlers.
             pooler: ``"transaction"`` if ``dsn`` leads to PgBouncer or another pooler that gives a server session to a
                 client for one transaction only; None for a direct connection or a pooler in session mode.
+            outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``strict_order``, ``opaque_dedupe_keys``.
         """
         check_text("dsn", dsn)
         check_choice("pooler", pooler, (None, *get_args(Pooler)))
@@ -331,9 +345,11 @@ class PostgresStore(SQLStore):
             keep_delivered=keep_delivered,
             timeout=timeout,
             features=Features(wakeups=pooler is None, separates_keys=True),
+            **outbox,
         )
         self._pooler = pooler
         self._hints = Hints(self._notify)
+        self._has_warned = False
 
     async def open(self) -> bool:
         """Connect, and check server and schema; tell whether the store was closed before."""
@@ -362,9 +378,16 @@ class PostgresStore(SQLStore):
     def notify(self) -> None:
         """Hint to dispatchers of other processes that there is work; under load at most once in ten milliseconds.
 
-        May be called from any thread, after the store was opened. A hint that fails is dropped: polling is the truth.
+        May be called from any thread. A hint that fails is dropped, since dispatchers poll as well. So are hints before
+        the store was opened, whose connections they are sent on: the first of them is a warning in the log.
         """
-        self._hints.ask()
+        if not self._hints.ask() and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "%r: hints are dropped, since the store is not open in this process, and dispatchers find messages by "
+                "polling; call `await store.open()` at the start to deliver at once",
+                self,
+            )
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
         """Return what adds messages to this store; after a commit that is known of, `notify` hints at them."""
@@ -396,6 +419,7 @@ class MySQLStore(SQLStore):
         keep_delivered: timedelta = WEEK,
         timeout: timedelta = TIMEOUT,
         connections: int = 5,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store on ``url``, which begins with ``mysql://`` or ``mariadb://``."""
         from .drivers.asyncmy import AsyncmyDriver  # noqa: PLC0415 -- an extra
@@ -409,6 +433,7 @@ class MySQLStore(SQLStore):
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
+            **outbox,
         )
 
 
@@ -431,6 +456,7 @@ class SQLiteStore(SQLStore):
         keep_delivered: timedelta = WEEK,
         timeout: timedelta = TIMEOUT,
         wal: bool = True,
+        **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store on a file.
 
@@ -442,6 +468,7 @@ class SQLiteStore(SQLStore):
             keep_delivered: How long delivered messages stay.
             timeout: How long one call may take.
             wal: Switch the file to write-ahead logging, which is for good and for all who use it.
+            outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``strict_order``, ``opaque_dedupe_keys``.
         """
         from .drivers.sqlite import SQLiteDriver  # noqa: PLC0415 -- loads the C library
 
@@ -458,6 +485,7 @@ class SQLiteStore(SQLStore):
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
+            **outbox,
         )
 
     async def open(self) -> bool:

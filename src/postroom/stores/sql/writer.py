@@ -75,14 +75,14 @@ def _adding(additions: Sequence[Addition], outbox: Outbox, answer: Answer[T], *,
 
 def _admitting(inbox: Inbox, message: Message) -> Task[bool]:
     def script(dialect: Dialect) -> Script[bool]:
-        return dialect.admit(inbox.consumer, message)
+        return dialect.admit(inbox.consumer, inbox.known(message))
 
     return Task("inbox", inbox.table, inbox.schema, script)
 
 
 def _having(inbox: Inbox, message: Message) -> Task[bool]:
     def script(dialect: Dialect) -> Script[bool]:
-        return dialect.has(inbox.consumer, message)
+        return dialect.has(inbox.consumer, inbox.known(message))
 
     return Task("inbox", inbox.table, inbox.schema, script)
 

@@ -28,6 +28,29 @@ async def _deliver(harness: StoreHarness, *messages: int) -> None:
 class UpkeepContract:
     """What keeps a store in order."""
 
+    # -- other namespaces --------------------------------------------------------------------------------------
+
+    async def test_messages_that_are_due_in_other_namespaces_are_found(self, harness: StoreHarness) -> None:
+        """A dispatcher that finds nothing tells of them, unless they are not due or a worker is at work there."""
+        await harness.add(numbered(1))
+        await harness.add(numbered(2), numbered(3, key="a"), namespace="shop")
+        await harness.add(numbered(4), namespace="later", delay=HOUR)
+        await harness.add(numbered(5), numbered(6), namespace="served")
+        await (await harness.another(namespace="served")).claim(1, TERMS)
+        await harness.add(numbered(7), namespace="done")
+        done = await harness.another(namespace="done")
+        await done.settle([Settlement(claim, Delivered()) for claim in await done.claim(1, TERMS)])
+
+        found = [await harness.store.due_elsewhere(), await (await harness.another(namespace="shop")).due_elsewhere()]
+        await harness.advance(MINUTE)
+        found.append(await harness.store.due_elsewhere())
+
+        if not harness.store.features.sees_namespaces:
+            assert found == [{}, {}, {}]
+            return
+        own = harness.store.namespace
+        assert found == [{"shop": 2}, {own: 1}, {"shop": 2, "served": 1}]
+
     # -- sweep -------------------------------------------------------------------------------------------------
 
     async def test_the_sweep_buries_a_message_whose_last_lease_ran_out(self, harness: StoreHarness) -> None:

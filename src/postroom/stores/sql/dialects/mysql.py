@@ -163,6 +163,15 @@ class MySQL(Dialect):
 
     _taken: ClassVar[str] = f"SELECT {Dialect.columns} FROM {{outbox}} WHERE id IN :rows"
 
+    # -- other namespaces ----------------------------------------------------------------------------------------
+
+    # No index begins with the status: to ask for it here would read all that was delivered.
+    _next_namespace: ClassVar[str] = """
+        SELECT namespace FROM {outbox}{by_due}
+        WHERE namespace > :after
+        ORDER BY namespace LIMIT 1
+        """
+
     # -- parked ------------------------------------------------------------------------------------------------
 
     def parked(self, namespace: str, after: str, limit: int) -> Script[list[str]]:
