@@ -385,7 +385,7 @@ def test_the_printed_sql_can_name_a_schema_of_postgresql_only() -> None:
     hostile = call("schema", "print", "--dialect", "sqlite", "--table", "x; DROP TABLE y")
 
     assert '"shop"."postroom_outbox"' in named.stdout
-    assert "--schema is for PostgreSQL" in a_line(elsewhere, 2)
+    assert "a schema is for PostgreSQL only" in a_line(elsewhere, 2)
     assert "cannot name a table" in a_line(hostile, 2)
 
 

@@ -34,7 +34,7 @@ from postroom.stores.redis import RedisInbox, RedisTransactions, current_pipelin
 from postroom.testing.waiting import until
 
 from .test_transactional import Shop, shop_on
-from .test_transactions import LITE
+from .test_transactions import LITE, MY, PG
 
 LONG = timedelta(seconds=60)
 EventT = TypeVar("EventT", bound=events.Event)
@@ -282,20 +282,43 @@ async def test_a_transaction_that_was_applied_in_part_is_reported(redis_url: str
 # -- cleaning the inbox ------------------------------------------------------------------------------------------
 
 
-async def test_every_stack_cleans_its_inbox(shop: Shop) -> None:
-    """S1-05, S1-38, S1-40: marks would grow for ever in a stack of single middlewares."""
-    inbox = shop.store.inbox("stock", retention=timedelta(milliseconds=1))
-    transaction = TransactionMiddleware(shop.store)
-    async with transaction.transactions.begin() as opened:
-        for _ in range(3):
-            await inbox.admit(opened, replace(order(), id=uuid7()))
-    desk = Desk(transaction, InboxMiddleware(inbox, cleanup_interval=timedelta(milliseconds=10)))
+@pytest.mark.parametrize("family", [PG, MY, LITE])
+async def test_every_stack_cleans_its_inbox(request: pytest.FixtureRequest, family: str) -> None:
+    """S1-05, S1-38, S1-40: single middlewares too, after the retention and as often as they are told to."""
+    async with shop_on(family, request) as shop:
+        inbox = shop.store.inbox("stock", retention=timedelta(milliseconds=1))
+        transaction = TransactionMiddleware(shop.store)
+        async with transaction.transactions.begin() as opened:
+            for _ in range(3):
+                await inbox.admit(opened, replace(order(), id=uuid7()))
+        desk = Desk(transaction, InboxMiddleware(inbox, cleanup_interval=timedelta(milliseconds=10)))
+
+        async with desk.open():
+            await until(lambda: sum(event.count for event in desk.of(events.InboxPurged)) == 3, "it", within=LONG)
+
+        assert await shop.marks() == 0
+
+
+async def test_an_inbox_in_redis_forgets_by_itself_in_every_stack(redis_url: str) -> None:
+    """S1-05, S1-38: a mark ends with its retention, and the cleanup finds nothing to do, nor to complain of."""
+    client = redis.asyncio.Redis.from_url(redis_url, retry=None)
+    transactions = RedisTransactions(client, tag=f"t{uuid7().hex}", profile="volatile")
+    inbox, message = RedisInbox("stock", retention=timedelta(hours=1)), order()
+    cleaning = InboxMiddleware(inbox, cleanup_interval=timedelta(milliseconds=1))
+    desk = Desk(TransactionMiddleware(transactions), cleaning)
+
+    @desk.router.on("order.placed")
+    async def reserve() -> None: ...
 
     async with desk.open():
-        await desk.hears(events.InboxPurged)
+        await desk.broker.publish([message])
+        await desk.idle()
 
-    assert sum(event.count for event in desk.of(events.InboxPurged)) == 3
-    assert await shop.marks() == 0
+    left = await client.pttl(inbox.key(transactions.tag, message))
+    await client.aclose()
+    assert 0 < left <= 3_600_000
+    assert len(desk.of(events.Handled)) == 1
+    assert desk.of(events.StoreFailed) == []
 
 
 async def test_an_inbox_in_transactions_of_your_own_is_cleaned_after_the_first_message(shop: Shop) -> None:

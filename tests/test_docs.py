@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, closing
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from uuid import uuid4
 
 import asyncpg
@@ -166,7 +166,8 @@ async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplo
     """S1-01, S1-02, S1-15, F-02, F-05, F-18, F-22: every snippet runs as printed, and does what the page says."""
     caplog.set_level(logging.DEBUG, "postroom")
     names, pool, broker = receiving, receiving["pool"], receiving["broker"]
-    whole, fan_out, handlers, acking, inbox, unknown, strict, dead, stack, commands = snippets("docs/consuming.md")
+    whole, fan_out, handlers, acking, *others = snippets("docs/consuming.md")
+    inbox, tables, unknown, strict, dead, stack, commands = others
 
     async def reserved() -> list[int]:
         return [row["order_id"] for row in await pool.fetch("SELECT order_id FROM reservations ORDER BY order_id")]
@@ -200,6 +201,8 @@ async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplo
     assert await reserved() == [42, 44]
 
     await execute(inbox, names)
+    await execute(tables, names)
+    assert await pool.fetchval("SELECT count(*) FROM warehouse.postroom_outbox") == 0
     await execute(unknown, names)
     await execute(strict, names)
     await execute(dead, names)
@@ -253,6 +256,42 @@ async def _check_errors(names: dict[str, Any]) -> None:
     letters = await names["pool"].fetch(query)
     assert [(letter["consumer"], letter["error"]) for letter in letters] == [("billing", "RejectError: never")]
     assert [message.topic for message in names["broker"].received][-1] == "stock.dead"
+
+
+UNITS = {"day": 86400.0, "days": 86400.0, "minute": 60.0, "minutes": 60.0, "s": 1.0, "ms": 0.001}
+
+
+def meant(cell: str) -> object:
+    """Return the value that a cell of a table of defaults stands for."""
+    if cell == "none":
+        return None
+    if cell.startswith("`"):
+        return cell.strip('`"')
+    number, _, unit = cell.partition(" ")
+    return timedelta(seconds=int(number) * UNITS[unit]) if unit else int(number)
+
+
+def defaults(owner: object, *options: str) -> list[object]:
+    parameters = inspect.signature(cast("Callable[..., object]", owner)).parameters
+    return [parameters[option].default for option in options]
+
+
+def test_the_defaults_on_the_page_about_receiving_are_those_of_the_code() -> None:
+    """S1-13, S1-29, S1-38: a default that is changed is changed on the page."""
+    rows = re.findall(r"^\| `(\w+)\((\w+)=…\)` \| (.*?) \|", (ROOT / "docs" / "consuming.md").read_text(), re.MULTILINE)
+    owners = {**vars(postroom), **vars(postroom.middleware), **vars(postroom.stores)}
+
+    assert len(rows) >= 20
+    for owner, option, cell in rows:
+        assert [meant(cell)] == defaults(owners[owner], option), f"{owner}({option}=…)"
+
+
+def test_the_defaults_of_the_consumer_on_its_page_are_those_of_the_code() -> None:
+    section = (ROOT / "docs" / "consuming.md").read_text().partition("## The consumer")[2].partition("\n\nMessages")[0]
+    options = ("concurrency", "timeout", "shutdown_grace", "acking")
+    cells = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE))
+
+    assert [meant(cells[option]) for option in options] == defaults(Consumer, *options)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

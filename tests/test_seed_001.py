@@ -6,10 +6,11 @@ the database from outside where that document says what is committed by then.
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -24,9 +25,12 @@ from postroom import (
     Dispatcher,
     Inbox,
     Message,
+    Outbox,
+    OutboxSubscriber,
     Outcome,
     Retry,
     Router,
+    current_connection,
     current_transaction,
     events,
     transactional,
@@ -34,9 +38,10 @@ from postroom import (
 from postroom.brokers import MemoryBroker
 from postroom.middleware import InboxMiddleware, Middleware, Next, OutboxMiddleware, TransactionMiddleware
 from postroom.store import Settlement
-from postroom.stores import SQLStore, store_from_url
+from postroom.stores import SQLiteStore, SQLStore, schema_sql, schema_statements, store_from_url
 from postroom.testing.failpoints import Failpoints
 from postroom.testing.taps import TappedPublisher, TappedStore, TappedSubscriber
+from postroom.testing.waiting import until
 from postroom.transaction import in_transaction
 
 from .crash.sites import Site, site_of
@@ -44,6 +49,7 @@ from .worlds import DATABASES
 
 SERVICE = "order-service"
 NO_TIME = timedelta(milliseconds=1)
+LONG = timedelta(seconds=60)
 
 
 # -- the application: its handler knows of no database and no broker -----------------------------------------------
@@ -102,6 +108,7 @@ class Shop:
     store: SQLStore
     site: Site
     orders: Orders
+    execute: Callable[[Any, str], Any]
     broker: MemoryBroker = field(default_factory=MemoryBroker)
     inbox: Inbox = field(default_factory=lambda: Inbox(SERVICE))
     steps: list[str] = field(default_factory=list[str])
@@ -240,7 +247,7 @@ async def shop(request: pytest.FixtureRequest) -> AsyncIterator[Shop]:
     await store.apply_schema()
     with site.connection() as connection:
         connection.cursor().execute("CREATE TABLE orders (id integer PRIMARY KEY)")
-    yield Shop(store, site, Orders(execute))
+    yield Shop(store, site, Orders(execute), execute)
     await store.close()
 
 
@@ -368,3 +375,114 @@ async def test_nothing_is_created_unless_somebody_asks_for_it(shop: Shop, comman
     assert "postroom schema apply" in outcome.error
     assert shop.steps == []
     assert "postroom_inbox" in " ".join(await shop.store.check_schema())
+
+
+# -- the set-up of the document, line by line ----------------------------------------------------------------------
+
+
+class OrderRepository:
+    """The adapter of the application: it finds the transaction of the handler, or uses its own connection."""
+
+    def __init__(self, execute: Callable[[Any, str], Any], own: object) -> None:
+        self._execute = execute
+        self._own = own
+
+    def save(self, order_id: int) -> Any:  # noqa: ANN401 -- an awaitable where the library is async
+        return self._execute(current_connection(self._own), f"INSERT INTO orders (id) VALUES ({order_id})")
+
+
+def place_order_handler(orders: OrderRepository, *, is_plain: bool) -> Callable[[PlaceOrder], Any]:
+    """Return the handler, which knows the repository and neither a database nor a broker."""
+
+    def place_order(command: PlaceOrder) -> list[OrderPlaced]:
+        orders.save(command.order_id)
+        return [OrderPlaced(command.order_id)]
+
+    async def place_order_async(command: PlaceOrder) -> list[OrderPlaced]:
+        await orders.save(command.order_id)
+        return [OrderPlaced(command.order_id)]
+
+    return place_order if is_plain else place_order_async
+
+
+def initialise(url: str) -> None:
+    """Create the tables from the text that can be imported, with nothing but the driver of the database."""
+    tables = {"table": "outbox", "inbox": "processed_messages"}
+    with closing(site_of(url).connect()) as connection:
+        match url.partition(":")[0]:
+            case "sqlite":
+                connection.executescript(schema_sql("sqlite", **tables))
+            case "postgresql":
+                connection.execute(schema_sql("postgresql", **tables))
+            case _:
+                for statement in schema_statements("mysql", **tables):
+                    connection.cursor().execute(statement)
+        connection.commit()
+
+
+async def forward(deliveries: OutboxSubscriber, broker: MemoryBroker) -> None:
+    """Pipe what the publisher's source hands out into a broker, and acknowledge what was published."""
+    async with deliveries:
+        async for delivery in deliveries:
+            await broker.publish([delivery.message])
+            await delivery.ack()
+
+
+async def test_the_set_up_of_the_document_line_by_line(shop: Shop, command: Message) -> None:
+    """S1-02, S1-04, S1-05, S1-09, S1-13, S1-22, S1-29, S1-30, S1-38, S1-39, S1-43: with the names that it gives.
+
+    The tables are made of imported text, the middlewares are registered one by one in the document's order, the
+    adapter finds the transaction, the outbox is read as a stream, and both tables are cleaned.
+    """
+    is_plain = isinstance(shop.store, SQLiteStore)
+    week, minute = timedelta(days=7), timedelta(minutes=1)
+
+    def rows(table: str) -> int:
+        with closing(shop.site.connect()) as connection:
+            cursor = connection.cursor()
+            cursor.execute(f"SELECT count(*) FROM {table}")
+            [[count]] = cursor.fetchall()
+        return int(count)
+
+    @asynccontextmanager
+    async def serving(*, retention: timedelta, interval: timedelta) -> AsyncGenerator[Consumer]:
+        db = store_from_url(shop.site.url, table="outbox", inbox="processed_messages", keep_delivered=retention)
+        assert isinstance(db, SQLStore)
+        # Router with full middleware stack
+        router = Router()
+        consumer = Consumer(
+            shop.broker.subscribe("commands", group=SERVICE),
+            router,
+            TransactionMiddleware(db),
+            InboxMiddleware(Inbox(SERVICE, table="processed_messages", retention=retention), cleanup_interval=interval),
+            OutboxMiddleware(Outbox(table="outbox"), topic="order-events"),
+            listener=shop.seen.append,
+        )
+        router.add("place-order", place_order_handler(OrderRepository(shop.execute, None), is_plain=is_plain))
+        # Outbox publisher
+        deliveries = OutboxSubscriber(
+            db, poll_interval=timedelta(milliseconds=500), batch=100, cleanup_interval=interval
+        )
+        tasks = [asyncio.create_task(consumer.run()), asyncio.create_task(forward(deliveries, shop.broker))]
+        try:
+            yield consumer
+        finally:
+            await consumer.stop()
+            await deliveries.aclose()
+            await asyncio.gather(*tasks)
+            await db.close()
+
+    # Initialize schemas (once, at startup)
+    initialise(shop.site.url)
+    placing = replace(command, type="place-order")
+    async with serving(retention=week, interval=minute):
+        await shop.broker.publish([placing, placing])
+        await until(lambda: shop.broker.received[-1].topic == "order-events", "the event", within=LONG)
+        await until(lambda: shop.broker.backlog(SERVICE) == 0, "both deliveries being acknowledged", within=LONG)
+    assert (rows("processed_messages"), rows("orders"), rows("outbox")) == (1, 1, 1)
+    assert len([event for event in shop.seen if isinstance(event, events.DuplicateSkipped)]) == 1
+
+    # Cleanup
+    async with serving(retention=NO_TIME, interval=10 * NO_TIME):
+        await until(lambda: (rows("processed_messages"), rows("outbox")) == (0, 0), "both being cleaned", within=LONG)
+    assert rows("orders") == 1

@@ -67,6 +67,7 @@ class OutboxSubscriber(AsyncIterator[Delivery]):
         backoff: Delay | None = None,
         on_dead: OnDead = "block",
         tenant_id: UUID | None = None,
+        cleanup_interval: timedelta = timedelta(minutes=1),
         listener: events.Listener = events.log_event,
     ) -> None:
         """Set up a subscriber; it begins to claim messages when it is entered or first read.
@@ -80,6 +81,7 @@ class OutboxSubscriber(AsyncIterator[Delivery]):
             backoff: How long a nacked message waits, by its number of attempts.
             on_dead: Whether a dead message holds back the later ones of its key.
             tenant_id: Read only the messages of this tenant.
+            cleanup_interval: How often delivered messages past the store's ``keep_delivered`` are deleted.
             listener: Called with every event; by default events are logged.
         """
         check_count("batch", batch)
@@ -100,6 +102,7 @@ class OutboxSubscriber(AsyncIterator[Delivery]):
             backoff=backoff,
             on_dead=on_dead,
             tenant_id=tenant_id,
+            cleanup_interval=cleanup_interval,
             shutdown_grace=timedelta(0),
             listener=listener,
         )

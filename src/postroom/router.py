@@ -1,4 +1,4 @@
-"""The router: takes each message to the one handler of its type."""
+"""The router: calls the one handler of each type of message."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class _Route:
 
 
 class Router:
-    """Maps types of messages to handlers.
+    """Calls the one handler that is registered for the type of a message.
 
-    A handler is a function of yours, async or plain. It gets the payload decoded to the type that its parameter is
-    annotated with, and the `Message` itself, its `Delivery` or the `Transaction`, if it asks for one by annotation. It
-    returns nothing, one event or message, or many of them, or yields them. A plain function runs on a thread.
+    A handler is a function, async or plain; a plain one runs on a thread. It is called with the payload, decoded to the
+    type that its parameter is annotated with, and with the `Message` itself, its `Delivery` or the `Transaction` if a
+    parameter is annotated so. It returns nothing, one event or message, or many of them, or yields them.
 
     Example:
         >>> import asyncio
@@ -84,7 +84,7 @@ class Router:
         ... class StockReserved:
         ...     order_id: int
         >>> router = Router()
-        >>> @router.on("order.placed")
+        >>> @router.on
         ... async def reserve(order: OrderPlaced) -> StockReserved:
         ...     return StockReserved(order.order_id)
         >>> asyncio.run(router(Message(topic="orders", type="order.placed", payload=b'{"order_id":42}')))[0].type
@@ -172,7 +172,7 @@ class Router:
         self._routes[name] = _Route(bound(handler, self._codec), match, topic, is_on_thread(handler))
 
     def start(self) -> None:
-        """Take no more handlers."""
+        """Accept no more handlers; a consumer calls this when it starts."""
         self._is_started = True
 
     async def __call__(self, message: Message) -> Sequence[Message]:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from inspect import cleandoc
 from typing import Any, Final
 
 import click
 
-from ..errors import ConfigurationError, version_text
-from ..stores.sql.dialects.mysql import MySQL
-from ..stores.sql.dialects.postgres import PostgreSQL
-from ..stores.sql.dialects.sqlite import SQLite
-from ..stores.sql.names import Names
-from ..stores.sql.schema import EARLIER, STEP, VERSION, Schema
-from ..stores.sql.schemas.mysql import MySQLSchema
-from ..stores.sql.schemas.postgres import PostgresSchema
-from ..stores.sql.schemas.sqlite import SQLiteSchema
+from ..errors import version_text
+from ..stores.sql.ddl import Database, schema_statements
+from ..stores.sql.schema import EARLIER, STEP, VERSION
 from ..text import printable
 from .options import StoreOptions, as_json, echo_json, run, store_options, table_options
 
@@ -121,7 +114,7 @@ async def _check(options: StoreOptions) -> list[str]:
 )
 @table_options
 @as_json
-def print_(dialect: str, since: str | None, *, as_json: bool, **names: Any) -> None:  # noqa: ANN401 -- see _schema
+def print_(dialect: Database, since: str | None, *, as_json: bool, **names: Any) -> None:  # noqa: ANN401 -- of the tables
     """Print the SQL that creates everything, or upgrades what is there, for your own migrations; needs no connection.
 
     \b
@@ -129,23 +122,8 @@ def print_(dialect: str, since: str | None, *, as_json: bool, **names: Any) -> N
       postroom schema print --dialect postgresql --schema shop > 0042_outbox.sql
       postroom schema print --dialect postgresql --schema shop --from 3 > 0043_outbox.sql
     """  # noqa: D301
-    tables = _schema(dialect, **names)
-    texts = tables.statements() if since is None else tables.upgrade(EARLIER[since])
-    statements = [cleandoc(text) for text in texts]
+    statements = schema_statements(dialect, since=since, **names)
     if as_json:
         echo_json({"dialect": dialect, "version": VERSION, "step": STEP, "statements": statements})
     else:
         click.echo(";\n\n".join(statements) + ";")
-
-
-def _schema(dialect: str, *, table: str, inbox: str, schema: str | None) -> Schema:
-    if schema is not None and dialect != "postgresql":
-        raise ConfigurationError(f"--schema is for PostgreSQL; {dialect} has one schema per database")
-    names = Names(table=table, inbox=inbox, schema=schema)
-    match dialect:
-        case "postgresql":
-            return PostgresSchema(PostgreSQL(names))
-        case "mysql":
-            return MySQLSchema(MySQL(names))
-        case _:
-            return SQLiteSchema(SQLite(names))

@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigurationError, UnknownURLError
 from ..store import Store
 from .memory import MemoryStore
+from .sql.ddl import schema_sql, schema_statements
 from .sql.store import MySQLStore, PostgresStore, SQLiteStore, SQLStore
 
-__all__ = ["MemoryStore", "MySQLStore", "PostgresStore", "SQLStore", "SQLiteStore", "store_from_url"]
+__all__ = [
+    "MemoryStore",
+    "MySQLStore",
+    "PostgresStore",
+    "SQLStore",
+    "SQLiteStore",
+    "schema_sql",
+    "schema_statements",
+    "store_from_url",
+]
 
 if TYPE_CHECKING:
     from .redis import RedisStore

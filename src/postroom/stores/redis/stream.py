@@ -60,7 +60,7 @@ class RedisStreamStore(StoreInRedis):
         RedisStreamStore(namespace='shop', table='postroom_stream')
     """
 
-    def __init__(  # noqa: PLR0913 -- one keyword for each choice a user has
+    def __init__(  # noqa: PLR0913, PLR0915 -- one keyword for each choice a user has
         self,
         server: Any,  # noqa: ANN401 -- a URL, or a client whose library is an extra
         *,
