@@ -81,6 +81,7 @@ SENTENCES = [
         f"handling failed: {M} topic=orders type=order.placed key=42 attempt=2: KeyError: 'sku'",
     ),
     (
+        events.DuplicateAdded(ID, "orders"),
         events.DuplicateSkipped("stock", ID, "order.placed", "orders"),
         f"duplicate skipped by consumer stock: {M} topic=orders type=order.placed",
     ),

@@ -42,8 +42,10 @@ class TransactionalStore(Protocol):
         """Return what adds messages to this store."""
         ...
 
-    def inbox(self, consumer: str, *, mode: Mode, retention: timedelta, redelivery_horizon: timedelta | None) -> Inbox:
-        """Return the inbox of a consumer in this store."""
+    def inbox(
+        self, consumer: str, *, mode: Mode, retention: timedelta = ..., redelivery_horizon: timedelta | None
+    ) -> Inbox:
+        """Return the inbox of a consumer in this store; how long it remembers messages by default, the store says."""
         ...
 
 
@@ -127,7 +129,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     pool: object | None = None,
     topic: str | None = None,
     mode: Mode = "pessimistic",
-    retention: timedelta = timedelta(days=7),
+    retention: timedelta | None = None,
     redelivery_horizon: timedelta | None = None,
     max_attempts: int | None = 10,
     dead_letters: DeadLetters | None = None,
@@ -146,7 +148,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
         pool: Where transactions are opened, if not on connections of the store: see `TransactionMiddleware`.
         topic: Where all outputs go; by default each says it itself.
         mode: Whether a message is marked before its handler runs, or after it: see `Inbox`.
-        retention: How long a message is remembered.
+        retention: How long a message is remembered; by default 7 days in SQL databases, and one day in Redis.
         redelivery_horizon: For how long after its first delivery a message may come again.
         max_attempts: After how many deliveries a message that failed becomes a dead letter; None for never.
         dead_letters: Where dead letters go, if not to the table beside the inbox.
@@ -157,7 +159,11 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     Raises:
         ConfigurationError: Messages would be forgotten while they may still come again.
     """
-    inbox = store.inbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
+    inbox = (
+        store.inbox(consumer, mode=mode, redelivery_horizon=redelivery_horizon)
+        if retention is None
+        else store.inbox(consumer, mode=mode, retention=retention, redelivery_horizon=redelivery_horizon)
+    )
     transaction = TransactionMiddleware(store if pool is None else pool)
     if mode == "pessimistic":
         transaction.open_for(inbox)

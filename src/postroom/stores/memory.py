@@ -10,6 +10,7 @@ from itertools import chain, takewhile
 from typing import Final
 
 from ..decisions import Question
+from ..duplicates import log_duplicates
 from ..errors import ConfigurationError, NotInTransactionError
 from ..inbox import Inbox
 from ..message import DEFAULT_NAMESPACE, Message, claimed
@@ -278,7 +279,9 @@ class MemoryTransaction:
         noted.wakes += [outbox.wake] if outbox.wake is not None and outbox.wake not in noted.wakes else []
         if noted is not self:
             noted.commit()
-        return added[len(added) - len(additions) :]
+        results = added[len(added) - len(additions) :]
+        log_duplicates(additions, results)
+        return results
 
     def admit(self, connection: MemoryTransaction, inbox: Inbox, message: Message) -> bool:
         """Refuse: nothing that a handler does would be undone together with a mark in memory."""

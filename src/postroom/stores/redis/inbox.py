@@ -29,7 +29,7 @@ from .recorder import Recorder
 from .scripts import alone
 from .writer import AsyncRedisWriter
 
-__all__ = ["RecorderWriter", "RedisInbox", "RedisMode", "writer_for"]
+__all__ = ["DAY", "RecorderWriter", "RedisInbox", "RedisMode", "writer_for"]
 
 #: The modes of every inbox, and the one of SETNX alone, after which a crash loses the message.
 RedisMode: TypeAlias = Mode | Literal["setnx_may_lose_messages"]
@@ -74,7 +74,7 @@ class RedisInbox(Inbox):
             table: What its keys begin with.
             mode: As for every `Inbox`. Besides, ``setnx_may_lose_messages`` marks a message as handled before it is,
                 so that a crash of its handler loses it, and a redelivery meanwhile is acknowledged.
-            retention: How long a message is remembered.
+            retention: How long a message is remembered; a day if it is zero or negative.
             redelivery_horizon: For how long after its first delivery a message may come again.
             lease: How long a message stays claimed by one who has crashed. It is renewed while a handler runs.
             longest: For how long it is renewed.
@@ -90,7 +90,7 @@ class RedisInbox(Inbox):
             consumer,
             table=table,
             mode="pessimistic" if mode == SETNX else mode,
-            retention=retention,
+            retention=retention if retention > timedelta(0) else DAY,
             redelivery_horizon=redelivery_horizon,
         )
         self.lease = lease

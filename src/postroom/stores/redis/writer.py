@@ -10,6 +10,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from ...decisions import Question
+from ...duplicates import log_duplicates
 from ...errors import ConfigurationError
 from ...inbox import Inbox
 from ...message import Message
@@ -72,10 +73,12 @@ def _keys(table: str, namespace: str) -> Keys:
 
 def _added(additions: Sequence[Addition], answers: Sequence[bytes | str]) -> list[Added]:
     texts = [answer if isinstance(answer, str) else answer.decode() for answer in answers]
-    return [
+    added = [
         Added(addition.message.id, added=True) if text == "1" else Added(UUID(text), added=False)
         for addition, text in zip(additions, texts, strict=True)
     ]
+    log_duplicates(additions, added)
+    return added
 
 
 def _is_queueing(connection: Foreign) -> bool:
