@@ -588,6 +588,7 @@ async def test_the_literal_protocol_marks_handles_once_and_deletes_on_errors(sho
     assert await effects(shop) == (1, 0)
     assert isinstance(failed, Retry)
     assert await shop.client.get(box.key(shop.tag, good)) == b"1"
+    assert 23 * 3_600_000 < await shop.client.pttl(box.key(shop.tag, good)) <= 24 * 3_600_000
     assert await shop.client.exists(box.key(shop.tag, bad)) == 0
     assert await box.was_handled(shop.transactions, good) is True
 

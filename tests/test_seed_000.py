@@ -197,7 +197,7 @@ TEN = [
 
 
 async def test_the_thirteen_steps_of_a_new_message(shop: Shop) -> None:
-    """S0-01, S0-03, S0-05, S0-09, S0-10, S0-12 to S0-15, S0-28, S0-43, S0-44, S0-58, S0-59, S0-60, G7, G8."""
+    """S0-01, S0-03, S0-05, S0-09, S0-10, S0-12, S0-13, S0-14, S0-15, S0-28, S0-43, S0-44, S0-58, S0-59, S0-60."""
     await shop.receive("13. Acking: ack, after everything is executed")
 
     assert shop.steps == [

@@ -92,7 +92,7 @@ async def settle(shop: Shop, claim: Claim, outcome: Outcome) -> list[Claim]:
 
 
 async def test_what_the_document_calls_persist_find_mark_sent_and_mark_failure(shop: Shop) -> None:
-    """S3-01, S3-02, S3-09, S3-11, S3-12, S3-14 to S3-18: each method of the document beside what it is here."""
+    """S3-01, S3-02, S3-09, S3-12, S3-14, S3-16, S3-17, S3-18: each method of the document beside what it is here."""
     store, outbox, client = shop.store, shop.outbox, shop.client
     record, other = message(1), message(2)
 
@@ -127,7 +127,7 @@ async def test_what_the_document_calls_persist_find_mark_sent_and_mark_failure(s
 
 
 async def test_what_the_document_calls_record_find_and_decide_expiry(shop: Shop) -> None:
-    """S3-22, S3-24 to S3-27: each method of the document beside what it is here."""
+    """S3-22, S3-24, S3-25, S3-26: each method of the document beside what it is here."""
     decisions, client = Decisions(shop.outbox), shop.client
     entry_of = {"ticket": "t"}
 
@@ -285,6 +285,29 @@ async def test_what_was_delivered_says_when_and_is_nowhere_else(shop: Shop) -> N
     stored = await entry(shop, one.id)
     assert stored._replace(due_in=0.0) == Entry("d", 2, 0.0, "", is_due=False, is_leased=False, is_done=True)
     assert lost == [[], [], [claim], [claim]]
+
+
+_DELIVERED = """
+local id = ARGV[1]
+return { string.format('%.0f', read(id)[CHANGED]), string.format('%.0f', redis.call('ZSCORE', done, id)) }
+"""
+
+
+async def test_when_a_message_was_delivered_is_stored_by_the_clock_of_the_server(shop: Shop) -> None:
+    """S3-14: the time of the document's sentAt, in the entry and in the index that the purge goes by."""
+    await shop.add(one := message(1))
+    claim = await claim_one(shop)
+    before = await shop.store.clock()
+    await settle(shop, claim, Delivered())
+    after = await shop.store.clock()
+
+    told = await shop.client.eval(composed(_DELIVERED).text, len(shop.keys.all), *shop.keys.all, one.id.bytes)
+
+    changed, done = (datetime.fromtimestamp(0, UTC) + timedelta(microseconds=int(text)) for text in told)
+    assert before <= changed <= after
+    assert done == changed
+    assert await shop.store.purge(older_than=timedelta(hours=1)) == 0
+    assert await shop.store.purge(older_than=timedelta(0)) == 1
 
 
 async def test_a_failure_is_recorded_once_and_only_of_what_is_out(shop: Shop) -> None:
