@@ -12,7 +12,7 @@ import inspect
 import logging
 import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -446,14 +446,16 @@ async def test_a_duplicate_is_logged_at_debug_level_by_id_and_topic_alone(
 def test_a_duplicate_is_logged_by_the_other_stores_too(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """S3-12: one message or several of one call, in the transaction of the caller."""
     caplog.set_level(logging.DEBUG, logger="postroom")
-    one, outbox, memory = message(1), Outbox(), MemoryStore()
+    one, two, outbox, memory = message(1), message(2), Outbox(), MemoryStore()
     with closing(sqlite3.connect(":memory:")) as connection:
         SQLiteStore.create_tables(connection)
-        for _ in range(2):
-            with connection if kind == "sqlite" else memory.transaction() as transaction:
-                outbox.add(connection if kind == "sqlite" else transaction, one)
-        with connection if kind == "sqlite" else memory.transaction() as transaction:
-            outbox.add(connection if kind == "sqlite" else transaction, [one, two := message(2), two])
+
+        def begin() -> AbstractContextManager[Any]:
+            return connection if kind == "sqlite" else memory.transaction()
+
+        for events in (one, one, [one, two, two]):
+            with begin() as transaction:
+                outbox.add(transaction, events)
 
     assert [record.getMessage() for record in caplog.records] == [
         f"duplicate not added: message {known.id} topic=orders" for known in (one, one, two)
