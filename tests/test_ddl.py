@@ -10,7 +10,7 @@ import pytest
 
 from postroom import ClaimTerms, Message
 from postroom.errors import ConfigurationError, InvalidNameError
-from postroom.stores import SQLStore, open_url, schema_sql, schema_statements
+from postroom.stores import SQLStore, schema_sql, schema_statements, store_from_url
 from postroom.stores.sql.ddl import Database
 from postroom.stores.sql.schema import EARLIER
 
@@ -48,7 +48,7 @@ async def test_the_text_makes_tables_that_a_store_works_with(place: tuple[str, D
     with closing(site.connect()) as connection:
         execute(connection, database, table="mail", inbox="seen")
         execute(connection, database, table="mail", inbox="seen")
-    store = open_url(url, table="mail", inbox="seen")
+    store = store_from_url(url, table="mail", inbox="seen")
     assert isinstance(store, SQLStore)
 
     try:

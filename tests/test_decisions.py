@@ -278,6 +278,39 @@ async def test_due_tickets_come_oldest_first_and_looking_takes_nothing(place: Pl
     assert none == []
 
 
+async def test_a_cutoff_leaves_out_what_ends_after_it(place: Place, decisions: Decisions) -> None:
+    """S3-25: to the millisecond; a cutoff that the store's clock has not reached makes nothing due before its time."""
+    soon = PAST + timedelta(milliseconds=1)
+    for ticket, expires_at in (("a", PAST), ("b", soon), ("c", FUTURE)):
+        await call(place, decisions.schedule, ticket, expires_at)
+    before = soon - timedelta(microseconds=1)
+
+    found = [await call(place, decisions.find_due, due_cutoff=cutoff) for cutoff in (PAST, before, soon, FUTURE)]
+    one = await call(place, decisions.find_due, due_cutoff=soon, limit=1)
+    early = [await decide(place, decisions, "b", soon, due_cutoff=cutoff) for cutoff in (PAST, before)]
+    known = await decide(place, decisions, "b", soon, due_cutoff=before, is_revoked=True)
+    future = await decide(place, decisions, "c", FUTURE, due_cutoff=FUTURE + timedelta(days=1))
+    decided = await decide(place, decisions, "b", soon, due_cutoff=soon)
+    again = await decide(place, decisions, "b", soon, due_cutoff=PAST)
+
+    both = [Due("a", PAST), Due("b", soon)]
+    assert (found, one) == ([both[:1], both[:1], both, both], both[:1])
+    assert (early, known, future) == ([NotDue(), NotDue()], NotDue(), NotDue())
+    assert (type(decided), type(again)) == (Enqueued, Duplicate)
+    assert await topics(place, decisions) == [EXPIRED]
+
+
+@pytest.mark.parametrize("wrong", [datetime(2026, 1, 1), "2026-01-01", PAST.replace(year=1000)])  # noqa: DTZ001
+def test_a_cutoff_that_is_no_moment_is_refused(wrong: Any) -> None:  # noqa: ANN401
+    """S3-25: by its name, before anything is asked."""
+    decisions = Decisions(Outbox())
+    with closing(sqlite3.connect(":memory:")) as connection:
+        with pytest.raises(InvalidDueTimeError, match="due_cutoff"):
+            decisions.find_due(connection, due_cutoff=wrong)
+        with pytest.raises(InvalidDueTimeError, match="due_cutoff"):
+            decisions.decide(connection, "t", PAST, {}, topic=EXPIRED, due_cutoff=wrong)
+
+
 async def test_a_ticket_is_not_decided_before_its_time_by_the_store_s_clock(place: Place, decisions: Decisions) -> None:
     """S3-25: what the caller believes about the time does not matter."""
     await call(place, decisions.schedule, "t", FUTURE)

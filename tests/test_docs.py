@@ -454,7 +454,7 @@ async def test_the_plain_publisher_of_the_guarantees_delivers() -> None:
 
 async def test_the_page_about_redis_is_true(valkey_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """S0-05, S0-06, S0-29, S0-58: added in a pipeline, delivered, and handled by code that knows no Redis."""
-    adding, delivering, handling = (
+    adding, delivering, handling, stacking = (
         snippet.replace("redis://localhost:6379", valkey_url)
         for snippet in snippets("docs/redis.md")
         if "redis+cluster:" not in snippet
@@ -478,6 +478,10 @@ async def test_the_page_about_redis_is_true(valkey_url: str, capsys: pytest.Capt
         for _ in range(2):
             await broker.publish_batch([order])
             await until(lambda: not broker.backlog("stock"), "the acknowledgement")
+
+    await execute(stacking, names)
+    names["stacked"].stop_soon()
+    await names["stacked"].run()  # which refuses an order that cannot work
 
     assert printed.startswith("Message(")
     assert (stats.delivered, stats.dead) == (1, 0)

@@ -88,6 +88,7 @@ SENTENCES = [
         events.HandlingFailed(ID, "order.placed", 2, "KeyError: 'sku'", "orders", "42"),
         f"handling failed: {M} topic=orders type=order.placed key=42 attempt=2: KeyError: 'sku'",
     ),
+    (events.DuplicateAdded(ID, "orders"), f"duplicate not added: {M} topic=orders"),
     (
         events.DuplicateSkipped("stock", ID, "order.placed", "orders"),
         f"duplicate skipped by consumer stock: {M} topic=orders type=order.placed",

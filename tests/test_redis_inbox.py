@@ -37,6 +37,7 @@ from postroom.middleware import InboxMiddleware, OutboxMiddleware, TransactionMi
 from postroom.middleware.chain import Middleware, check_order
 from postroom.middleware.chain import connect as connect_middlewares
 from postroom.store import Dead, Delivered, Outcome, Release, Retry
+from postroom.stores import SQLiteStore
 from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline
 from postroom.stores.redis.record import packed
 from postroom.stores.redis.scripts import alone
@@ -243,13 +244,41 @@ async def test_a_handler_that_fails_gives_its_claim_back(shop: Shop) -> None:
     assert again is not None
 
 
-def test_retention_is_a_day_unless_it_is_said() -> None:
-    """S0-32: of the document's default only the day is kept; nothing and less than nothing are refused, as on SQL."""
-    assert RedisInbox("a").retention == timedelta(hours=24)
-    assert RedisInbox("a", retention=timedelta(hours=1)).retention == timedelta(hours=1)
-    for none in (timedelta(0), timedelta(seconds=-1)):
-        with pytest.raises(ConfigurationError, match=r"retention=.* must be positive"):
-            RedisInbox("a", retention=none)
+@pytest.mark.parametrize(
+    ("said", "hours"),
+    [
+        ({}, 24),
+        ({"retention": timedelta(0)}, 24),
+        ({"retention": timedelta(seconds=-1)}, 24),
+        ({"retention": timedelta(hours=1)}, 1),
+    ],
+)
+async def test_a_mark_is_kept_for_a_day_unless_another_retention_is_said(
+    shop: Shop, said: dict[str, timedelta], hours: int
+) -> None:
+    """S0-32: zero and less mean the default; the server has it as the time to live."""
+    box, handled = inbox(**said), message()
+
+    async with workers(shop, box) as (worker, _):
+        assert await worker.claim(handled) is not None
+        await worker.commit()
+
+    assert box.retention == timedelta(hours=hours)
+    left = timedelta(milliseconds=await shop.client.pttl(box.key(shop.tag, handled)))
+    assert timedelta(hours=hours) - timedelta(minutes=5) < left <= timedelta(hours=hours)
+
+
+async def test_the_whole_stack_in_one_keeps_marks_for_a_day_in_redis(shop: Shop) -> None:
+    """S0-32: the store says how long; in SQL databases it is a week."""
+    store, handled = shop.store(), message()
+    box = store.inbox("stock")
+
+    outcome = await Hand(nothing, transactional(store, consumer="stock", listener=lambda _: None)).deliver(handled)
+
+    left = timedelta(milliseconds=await shop.client.pttl(box.key(shop.tag, handled)))
+    assert (outcome, box.retention) == (Delivered(), timedelta(days=1))
+    assert timedelta(hours=23) < left <= timedelta(days=1)
+    assert SQLiteStore("never-opened.db").inbox("stock").retention == timedelta(days=7)
 
 
 async def test_a_message_is_forgotten_after_its_retention_and_handled_again(shop: Shop) -> None:
@@ -576,6 +605,7 @@ async def test_the_literal_protocol_marks_handles_once_and_deletes_on_errors(sho
     assert await effects(shop) == (1, 0)
     assert isinstance(failed, Retry)
     assert await shop.client.get(box.key(shop.tag, good)) == b"1"
+    assert 23 * 3_600_000 < await shop.client.pttl(box.key(shop.tag, good)) <= 24 * 3_600_000
     assert await shop.client.exists(box.key(shop.tag, bad)) == 0
     assert await box.was_handled(shop.transactions, good) is True
 

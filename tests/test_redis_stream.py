@@ -382,6 +382,22 @@ async def test_a_delivered_message_leaves_nothing_behind(client: Foreign, store:
     assert await client.exists(*left) == 0
 
 
+async def test_when_a_message_was_delivered_is_kept_by_the_clock_of_the_server(client: Foreign) -> None:
+    """S0-53: the purge goes by it."""
+    store = RedisStreamStore(client, table=f"test-{uuid4().hex}", keep_delivered=timedelta(days=1))
+    await store.outbox().add(client, numbered(1))
+    [claim] = await store.claim(10, TERMS)
+    before = await store.clock()
+    await store.settle([Settlement(claim, Delivered())])
+    after = await store.clock()
+
+    [(_, told)] = await client.zrange(key(store, ":done"), 0, -1, withscores=True)
+
+    assert before <= datetime.fromtimestamp(0, UTC) + timedelta(microseconds=int(told)) <= after
+    assert await store.purge(older_than=timedelta(hours=1)) == 0
+    assert await store.purge(older_than=timedelta(0)) == 1
+
+
 async def test_a_nacked_message_stays_pending_until_its_backoff_is_over(
     client: Foreign, store: RedisStreamStore
 ) -> None:

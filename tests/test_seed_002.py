@@ -36,7 +36,7 @@ from postroom.brokers import MemoryBroker
 from postroom.errors import TenantMismatchError
 from postroom.inbox import Mode
 from postroom.store import Settlement
-from postroom.stores import SQLStore, open_url
+from postroom.stores import SQLStore, store_from_url
 
 from .crash.sites import Site, site_of
 from .worlds import DATABASES
@@ -140,7 +140,7 @@ async def chat(request: pytest.FixtureRequest) -> AsyncIterator[Chat]:
             url, execute = request.getfixturevalue("mariadb_dsn"), on_mariadb
         case _:
             url, execute = f"sqlite:///{request.getfixturevalue('sqlite_path')}", on_sqlite
-    store, site = open_url(url, namespace=NAMESPACE), site_of(url)
+    store, site = store_from_url(url, namespace=NAMESPACE), site_of(url)
     assert isinstance(store, SQLStore)
     await store.apply_schema()
     with site.connection() as connection:

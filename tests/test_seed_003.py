@@ -1,12 +1,18 @@
-"""What the seed asks of an outbox in Redis: entries, retries, counters, and a relay that is hot, cold and patient."""
+"""What the seed asks of an outbox in Redis: entries, retries, counters, and a relay that is hot, cold and patient.
+
+Two tests walk through the methods of the document in its order. Where we differ: to find is to claim, with a lease and
+a token, so that two pollers do not publish one entry; the store adds the delay of a retry to its own time; and a
+``due_cutoff`` narrows what is due by the server's clock, but makes nothing due before its time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,7 +25,7 @@ import redis.exceptions
 
 from postroom import Backoff, Dispatcher, Message, Outbox
 from postroom.brokers import MemoryBroker
-from postroom.decisions import Decisions
+from postroom.decisions import Decisions, Due, Duplicate, Enqueued, NotDue, Revoked, Scheduled, expiry_id
 from postroom.errors import ConfigurationError, EncodeError, NotInTransactionError
 from postroom.events import BreakerClosed, BreakerOpened, Died, Event, Retried
 from postroom.store import Claim, ClaimTerms, Dead, Delivered, Outcome, Retry, Settlement, Store
@@ -80,6 +86,70 @@ async def claim_one(shop: Shop) -> Claim:
 
 async def settle(shop: Shop, claim: Claim, outcome: Outcome) -> list[Claim]:
     return await shop.store.settle([Settlement(claim, outcome)])
+
+
+# -- the methods of the document, in its order --------------------------------------------------------------------
+
+
+async def test_what_the_document_calls_persist_find_mark_sent_and_mark_failure(shop: Shop) -> None:
+    """S3-01, S3-02, S3-09, S3-12, S3-14, S3-16, S3-17, S3-18: each method of the document beside what it is here."""
+    store, outbox, client = shop.store, shop.outbox, shop.client
+    record, other = message(1), message(2)
+
+    # requiresActiveTransaction() -> false
+    assert store.features.requires_transaction is False
+
+    # persistPending(record): a duplicate is a no-op, logged and counted
+    assert (await outbox.add(client, record)).added is True
+    assert (await outbox.add(client, record)).added is False
+    assert (await outbox.add(client, other)).added is True
+    assert (await store.counters()).duplicates == 1
+
+    # findPendingBatch(batchSize): what is due, the oldest first
+    [first, second] = await store.claim(2, TERMS)
+    assert [first.message.id, second.message.id] == [record.id, other.id]
+
+    # markSent(aggregateId, eventId) -> 1, and 0 once it is terminal
+    assert await settle(shop, first, Delivered()) == []
+    assert await settle(shop, first, Retry("late", timedelta(0))) == [first]
+    assert (await entry(shop, record.id)).status == "d"
+
+    # markFailureAttempt(aggregateId, eventId, lastError, maxRetries) -> 1: retried by the store's clock
+    assert await settle(shop, second, Retry("no answer", timedelta(0))) == []
+    failed = await entry(shop, other.id)
+    assert (failed.status, failed.attempts, failed.error) == ("p", 1, "no answer")
+
+    # ... and parked as FAILED at the budget: kept, until an operator re-arms it
+    assert await settle(shop, await claim_one(shop), Dead("no answer")) == []
+    assert (await entry(shop, other.id)).status == "x"
+    assert await store.redrive(other.id) == 1
+    assert (await entry(shop, other.id)).status == "p"
+
+
+async def test_what_the_document_calls_record_find_and_decide_expiry(shop: Shop) -> None:
+    """S3-22, S3-24, S3-25, S3-26: each method of the document beside what it is here."""
+    decisions, client = Decisions(shop.outbox), shop.client
+    entry_of = {"ticket": "t"}
+
+    # recordExpiryDue(ticketId, expiresAt): the intent
+    for ticket in ("t", "revoked"):
+        assert await decisions.schedule(client, ticket, PAST) == Scheduled()
+
+    # findDueExpiries(limit): read-only
+    assert await decisions.find_due(client, limit=1) == [Due("revoked", PAST)]
+    assert await decisions.find_due(client, limit=10) == [Due("revoked", PAST), Due("t", PAST)]
+
+    # decideExpiry(ticketId, expiredEventId, expiredEntry, dueCutoff, alreadyRevoked): one step, by the cutoff
+    early = await decisions.decide(client, "t", PAST, entry_of, topic="expired", due_cutoff=PAST - SECOND)
+    assert early == NotDue()
+    first = await decisions.decide(client, "t", PAST, entry_of, topic="expired", due_cutoff=PAST)
+    again = await decisions.decide(client, "t", PAST, entry_of, topic="expired", due_cutoff=PAST)
+    expired_event_id = expiry_id(shop.outbox.namespace, "t", PAST)  # UUIDv3(ticket_id|expires_at)
+    assert (first, again) == (Enqueued(expired_event_id), Duplicate(expired_event_id))
+    revoked = await decisions.decide(client, "revoked", PAST, {}, topic="expired", due_cutoff=PAST, is_revoked=True)
+    assert revoked == Revoked()
+
+    assert [claim.message.id for claim in await shop.store.claim(10, TERMS)] == [expired_event_id]
 
 
 # -- one port for all stores -------------------------------------------------------------------------------------
@@ -217,6 +287,29 @@ async def test_what_was_delivered_says_when_and_is_nowhere_else(shop: Shop) -> N
     assert lost == [[], [], [claim], [claim]]
 
 
+_DELIVERED = """
+local id = ARGV[1]
+return { string.format('%.0f', read(id)[CHANGED]), string.format('%.0f', redis.call('ZSCORE', done, id)) }
+"""
+
+
+async def test_when_a_message_was_delivered_is_stored_by_the_clock_of_the_server(shop: Shop) -> None:
+    """S3-14: the time of the document's sentAt, in the entry and in the index that the purge goes by."""
+    await shop.add(one := message(1))
+    claim = await claim_one(shop)
+    before = await shop.store.clock()
+    await settle(shop, claim, Delivered())
+    after = await shop.store.clock()
+
+    told = await shop.client.eval(composed(_DELIVERED).text, len(shop.keys.all), *shop.keys.all, one.id.bytes)
+
+    changed, done = (datetime.fromtimestamp(0, UTC) + timedelta(microseconds=int(text)) for text in told)
+    assert before <= changed <= after
+    assert done == changed
+    assert await shop.store.purge(older_than=timedelta(hours=1)) == 0
+    assert await shop.store.purge(older_than=timedelta(0)) == 1
+
+
 async def test_a_failure_is_recorded_once_and_only_of_what_is_out(shop: Shop) -> None:
     """S3-16: attempts, error and next attempt; a claim that somebody else holds by now changes nothing."""
     await shop.add(one := message(1))
@@ -328,6 +421,45 @@ async def test_what_was_added_repeated_and_parked_is_counted_for_ever(shop: Shop
 
     assert none == Counters(added=0, duplicates=0, died=0, mended=0, orphans=0)
     assert counted == Counters(added=4, duplicates=2, died=1, mended=0, orphans=0)
+
+
+async def test_a_duplicate_is_logged_at_debug_level_by_id_and_topic_alone(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S3-12: what it says, and under which dedupe key, may be about a person."""
+    person = "ada@example.com"
+    one, two = message(1), message(2, dedupe_key=person)
+    caplog.set_level(logging.DEBUG, logger="postroom")
+    await shop.add(one, two)
+    before = list(caplog.records)
+    [again, other] = await shop.outbox.add(shop.client, [one, message(3, dedupe_key=person)])
+
+    assert before == []
+    assert [(result.id, result.added) for result in (again, other)] == [(one.id, False), (two.id, False)]
+    assert [(record.name, record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("postroom", "DEBUG", f"duplicate not added: message {known.id} topic=orders") for known in (one, two)
+    ]
+    assert not any(person in str(vars(record)) for record in caplog.records)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "memory"])
+def test_a_duplicate_is_logged_by_the_other_stores_too(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """S3-12: one message or several of one call, in the transaction of the caller."""
+    caplog.set_level(logging.DEBUG, logger="postroom")
+    one, two, outbox, memory = message(1), message(2), Outbox(), MemoryStore()
+    with closing(sqlite3.connect(":memory:")) as connection:
+        SQLiteStore.create_tables(connection)
+
+        def begin() -> AbstractContextManager[Any]:
+            return connection if kind == "sqlite" else memory.transaction()
+
+        for events in (one, one, [one, two, two]):
+            with begin() as transaction:
+                outbox.add(transaction, events)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"duplicate not added: message {known.id} topic=orders" for known in (one, one, two)
+    ]
 
 
 async def test_one_store_serves_many_at_once(shop: Shop) -> None:

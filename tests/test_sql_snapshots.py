@@ -125,6 +125,7 @@ def ticket_operations(dialect: Dialect, event: Addition) -> dict[str, list[State
         "schedule a ticket": list(told(dialect.schedule_ticket("shop", Schedule(ticket, moment)), (), *held)),
         "renew a ticket": list(told(dialect.renew_ticket("shop", Renew(ticket, moment)), *held)),
         "find tickets that are due": list(told(dialect.find_due("shop", FindDue(100)))),
+        "find tickets that are due at a moment": list(told(dialect.find_due("shop", FindDue(100, moment)))),
         "decide": list(told(dialect.decide("shop", decide, strict_order=False), *held)),
         "cancel": list(told(dialect.cancel("shop", cancel, strict_order=False), *held)),
         "forget tickets": list(told(dialect.forget_tickets("shop", Forget(timedelta(days=7), 1000)))),

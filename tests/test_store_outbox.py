@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from postroom import JSONCodec, Limits, Outbox
-from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, open_url
+from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, store_from_url
 from postroom.stores.redis import RedisStore, RedisStreamStore
 
 POSTGRES, MYSQL, REDIS = "postgresql://localhost/shop", "mysql://localhost/shop", "redis://localhost"
@@ -65,6 +65,6 @@ def test_a_store_by_its_url_passes_its_settings_on(url: str) -> None:
     """Whatever the URL names."""
     codec = Framed()
 
-    outbox = open_url(url, namespace="shop", codec=codec, strict_order=True).outbox()
+    outbox = store_from_url(url, namespace="shop", codec=codec, strict_order=True).outbox()
 
     assert (outbox.namespace, outbox.codec, outbox.strict_order) == ("shop", codec, True)

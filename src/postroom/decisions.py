@@ -130,6 +130,7 @@ class FindDue:
     """Find tickets whose time has come, without taking them."""
 
     limit: int
+    due_cutoff: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class Decide:
     expires_at: datetime
     addition: Addition
     is_revoked: bool
+    due_cutoff: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +247,23 @@ class Decisions:
         return self._ask(connection, Renew(_checked(ticket), _moment(expires_at)))
 
     @overload
-    def find_due(self, connection: AsyncConnection, *, limit: int = ...) -> Coroutine[Any, Any, list[Due]]: ...
+    def find_due(
+        self, connection: AsyncConnection, *, limit: int = ..., due_cutoff: datetime | None = ...
+    ) -> Coroutine[Any, Any, list[Due]]: ...
     @overload
-    def find_due(self, connection: SyncConnection, *, limit: int = ...) -> list[Due]: ...
-    def find_due(self, connection: object, *, limit: int = 100) -> object:
-        """Return tickets whose time has come, the oldest first; this only looks, and takes nothing."""
-        return self._ask(connection, FindDue(limit))
+    def find_due(
+        self, connection: SyncConnection, *, limit: int = ..., due_cutoff: datetime | None = ...
+    ) -> list[Due]: ...
+    def find_due(self, connection: object, *, limit: int = 100, due_cutoff: datetime | None = None) -> object:
+        """Return tickets whose time has come, the oldest first; this only looks, and takes nothing.
+
+        Args:
+            connection: What holds the transaction.
+            limit: How many at the most.
+            due_cutoff: Only tickets that end at this moment or before; one that the store's clock has not reached yet
+                changes nothing.
+        """
+        return self._ask(connection, FindDue(limit, _cutoff(due_cutoff)))
 
     @overload
     def decide(
@@ -261,6 +274,7 @@ class Decisions:
         event: object,
         *,
         is_revoked: bool = ...,
+        due_cutoff: datetime | None = ...,
         **options: Unpack[Options],
     ) -> Coroutine[Any, Any, Decided]: ...
     @overload
@@ -272,6 +286,7 @@ class Decisions:
         event: object,
         *,
         is_revoked: bool = ...,
+        due_cutoff: datetime | None = ...,
         **options: Unpack[Options],
     ) -> Decided: ...
     def decide(
@@ -282,6 +297,7 @@ class Decisions:
         event: object,
         *,
         is_revoked: bool = False,
+        due_cutoff: datetime | None = None,
         **options: Unpack[Options],
     ) -> object:
         """End a ticket that is due, and store the event that says so; of all who try, one does.
@@ -292,13 +308,15 @@ class Decisions:
             expires_at: When it ends, as `find_due` told; if it was renewed since, the answer is `Stale`.
             event: What `Outbox.add` takes; its id is `expiry_id`, whatever it was.
             is_revoked: Whether you know from elsewhere that it was revoked: it ends so, without an event.
+            due_cutoff: Decide only about a ticket that ends at this moment or before, and answer `NotDue` otherwise;
+                one that the store's clock has not reached yet changes nothing.
             options: Those of `Outbox.add`.
         """
         moment = _moment(expires_at)
         addition = self.outbox.prepare(event, **options)
         identity = expiry_id(self.outbox.namespace, _checked(ticket), moment)
         named = addition._replace(message=replace(addition.message, id=identity), given=True)
-        return self._ask(connection, Decide(ticket, moment, named, is_revoked))
+        return self._ask(connection, Decide(ticket, moment, named, is_revoked, _cutoff(due_cutoff)))
 
     @overload
     def cancel(
@@ -340,7 +358,19 @@ def _checked(ticket: str) -> str:
 
 def _moment(expires_at: datetime) -> datetime:
     """Return a moment as it is stored."""
-    if not isinstance(expires_at, datetime):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers without types
-        raise InvalidDueTimeError("expires_at is a datetime; convert it first")
-    check_moment("expires_at", expires_at)
+    _check("expires_at", expires_at)
     return from_milliseconds(to_milliseconds(expires_at))
+
+
+def _cutoff(moment: datetime | None) -> datetime | None:
+    """Return the last moment of which a ticket may be that ends at a cutoff or before."""
+    if moment is None:
+        return None
+    _check("due_cutoff", moment)
+    return from_milliseconds((moment - _EPOCH) // _MILLISECOND)
+
+
+def _check(name: str, moment: datetime) -> None:
+    if not isinstance(moment, datetime):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers without types
+        raise InvalidDueTimeError(f"{name} is a datetime; convert it first")
+    check_moment(name, moment)

@@ -28,6 +28,7 @@ __all__ = [
     "Died",
     "DispatcherFailed",
     "DueElsewhere",
+    "DuplicateAdded",
     "DuplicateSkipped",
     "Event",
     "Handled",
@@ -331,6 +332,16 @@ class HandlingFailed(Event):
     topic: str = ""
     key: str | None = None
     exception: BaseException | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicateAdded(Event):
+    """`Outbox.add` was called with a message whose id or dedupe key was there already, and stored nothing."""
+
+    text = "duplicate not added: %(subject)s"
+    #: The message that is stored; the id of the one that was not, if this transaction cannot see the other.
+    message_id: UUID
+    topic: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -467,6 +467,11 @@ SELECT ticket, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expires_at) DIV 1000 FRO
 WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= UTC_TIMESTAMP(6)
 ORDER BY expires_at, ticket LIMIT :limit;
 
+-- find tickets that are due at a moment
+SELECT ticket, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expires_at) DIV 1000 FROM `postroom_outbox_tickets`
+WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= UTC_TIMESTAMP(6) AND expires_at <= :due_cutoff
+ORDER BY expires_at, ticket LIMIT :limit;
+
 -- decide
 UPDATE `postroom_outbox_tickets` SET status = :status, ended_at = UTC_TIMESTAMP(6)
 WHERE namespace = :namespace AND ticket = :ticket;

@@ -768,6 +768,11 @@ SELECT ticket, (extract(epoch FROM expires_at) * 1000)::bigint FROM "postroom_ou
 WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= now()
 ORDER BY expires_at, ticket LIMIT :limit;
 
+-- find tickets that are due at a moment
+SELECT ticket, (extract(epoch FROM expires_at) * 1000)::bigint FROM "postroom_outbox_tickets"
+WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= now() AND expires_at <= :due_cutoff
+ORDER BY expires_at, ticket LIMIT :limit;
+
 -- decide
 UPDATE "postroom_outbox_tickets" SET status = :status, ended_at = now()
 WHERE namespace = :namespace AND ticket = :ticket;

@@ -514,6 +514,12 @@ SELECT ticket, expires_at FROM "postroom_outbox_tickets"
 WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
 ORDER BY expires_at, ticket LIMIT :limit;
 
+-- find tickets that are due at a moment
+SELECT ticket, expires_at FROM "postroom_outbox_tickets"
+WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
+  AND expires_at <= :due_cutoff
+ORDER BY expires_at, ticket LIMIT :limit;
+
 -- decide
 UPDATE "postroom_outbox_tickets" SET status = :status, ended_at = CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)
 WHERE namespace = :namespace AND ticket = :ticket;

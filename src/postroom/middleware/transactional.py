@@ -45,9 +45,15 @@ class TransactionalStore(Protocol):
         ...
 
     def inbox(
-        self, consumer: str, *, mode: Mode, by: By, retention: timedelta, redelivery_horizon: timedelta | None
+        self,
+        consumer: str,
+        *,
+        mode: Mode,
+        by: By,
+        retention: timedelta = ...,
+        redelivery_horizon: timedelta | None,
     ) -> Inbox:
-        """Return the inbox of a consumer in this store."""
+        """Return the inbox of a consumer in this store; how long it remembers messages by default, the store says."""
         ...
 
 
@@ -139,7 +145,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     topic: str | None = None,
     mode: Mode = "pessimistic",
     by: By = "id",
-    retention: timedelta = timedelta(days=7),
+    retention: timedelta | None = None,
     redelivery_horizon: timedelta | None = None,
     max_attempts: int | None = 10,
     dead_letters: DeadLetters | None = None,
@@ -159,7 +165,7 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
         topic: Where all outputs go; by default each says it itself.
         mode: Whether a message is marked before its handler runs, or after it: see `Inbox`.
         by: By what a message is known again, its id or its dedupe key: see `Inbox`.
-        retention: How long a message is remembered.
+        retention: How long a message is remembered; by default 7 days in SQL databases, and one day in Redis.
         redelivery_horizon: For how long after its first delivery a message may come again.
         max_attempts: After how many deliveries a message that failed becomes a dead letter; None for never.
         dead_letters: Where dead letters go, if not to the table beside the inbox.
@@ -177,7 +183,11 @@ def transactional(  # noqa: PLR0913 -- one keyword for each choice a user has
     check_function("listener", listener, "an event", optional=True)
     check_duration("cleanup_interval", cleanup_interval)
     store = as_transactional(store)
-    inbox = store.inbox(consumer, mode=mode, by=by, retention=retention, redelivery_horizon=redelivery_horizon)
+    inbox = (
+        store.inbox(consumer, mode=mode, by=by, redelivery_horizon=redelivery_horizon)
+        if retention is None
+        else store.inbox(consumer, mode=mode, by=by, retention=retention, redelivery_horizon=redelivery_horizon)
+    )
     transaction = TransactionMiddleware(store if pool is None else pool)
     if mode == "pessimistic":
         transaction.open_for(inbox)

@@ -12,6 +12,7 @@ from typing import Final, TypeVar, Unpack
 
 from ..checks import check_duration, check_function
 from ..decisions import Question
+from ..duplicates import log_duplicates
 from ..errors import ConfigurationError, InvalidNameError, NotInTransactionError
 from ..inbox import Inbox
 from ..message import DEFAULT_NAMESPACE, Message, claimed, is_namespace
@@ -320,7 +321,9 @@ class MemoryTransaction:
         noted.wakes += [outbox.wake] if outbox.wake is not None and outbox.wake not in noted.wakes else []
         if noted is not self:
             noted.commit()
-        return answer(added[len(added) - len(additions) :])
+        results = added[len(added) - len(additions) :]
+        log_duplicates(additions, results)
+        return answer(results)
 
     def admit(self, connection: MemoryTransaction, inbox: Inbox, message: Message) -> bool:
         """Refuse: nothing that a handler does would be undone together with a mark in memory."""

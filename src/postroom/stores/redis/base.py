@@ -13,7 +13,7 @@ from ...checks import check_duration
 from ...inbox import By, Mode
 from ...store import Claim, ClaimTerms, Settlement
 from .client import Client
-from .inbox import RedisInbox
+from .inbox import DAY, RedisInbox
 from .profile import Profile
 from .scripts import alone
 from .transactions import RedisTransactions
@@ -120,7 +120,7 @@ class StoreInRedis(ABC):
         *,
         mode: Mode = "pessimistic",
         by: By = "id",
-        retention: timedelta = WEEK,
+        retention: timedelta = DAY,
         redelivery_horizon: timedelta | None = None,
     ) -> RedisInbox:
         """Return the inbox of a consumer, beside the messages of this store."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -96,15 +97,20 @@ def _call(
             return "schedule", (ticket, to_milliseconds(expires_at))
         case Renew(ticket, expires_at):
             return "renew", (ticket, to_milliseconds(expires_at))
-        case FindDue(limit):
-            return "find_due", (min(max(limit, 0), _AT_ONCE),)
-        case Decide(ticket, expires_at, addition, is_revoked):
-            return "decide", (ticket, to_milliseconds(expires_at), int(is_revoked), channel, *words(addition))
+        case FindDue(limit, due_cutoff):
+            return "find_due", (min(max(limit, 0), _AT_ONCE), _until(due_cutoff))
+        case Decide(ticket, expires_at, addition, is_revoked, due_cutoff):
+            terms = to_milliseconds(expires_at), int(is_revoked), _until(due_cutoff)
+            return "decide", (ticket, *terms, channel, *words(addition))
         case Cancel(ticket, addition):
             return "revoke", (ticket, channel, *words(addition))
         case Forget(older_than, limit):
             milliseconds = int(older_than.total_seconds() * 1000)
             return "forget", (milliseconds, min(max(limit, 0), _AT_ONCE))
+
+
+def _until(due_cutoff: datetime | None) -> int | str:
+    return "" if due_cutoff is None else to_milliseconds(due_cutoff)
 
 
 def ask(connection: Foreign, outbox: Outbox, asking: Asking) -> object:

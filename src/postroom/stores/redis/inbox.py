@@ -30,7 +30,7 @@ from .recorder import Recorder
 from .scripts import alone
 from .writer import AsyncRedisWriter
 
-__all__ = ["RecorderWriter", "RedisInbox", "RedisMode", "writer_for"]
+__all__ = ["DAY", "RecorderWriter", "RedisInbox", "RedisMode", "writer_for"]
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class RedisInbox(Inbox):
             mode: As for every `Inbox`. Besides, ``setnx_may_lose_messages`` marks a message as handled before it is,
                 so that a crash of its handler loses it, and a redelivery meanwhile is acknowledged.
             by: By what a message is known again, as for every `Inbox`.
-            retention: How long a message is remembered.
+            retention: How long a message is remembered; a day if it is zero or negative.
             redelivery_horizon: For how long after its first delivery a message may come again.
             lease: How long a message stays claimed by one who has crashed. It is renewed while a handler runs.
             longest: For how long it is renewed.
@@ -97,7 +97,7 @@ class RedisInbox(Inbox):
             table=table,
             mode="pessimistic" if mode == SETNX else mode,
             by=by,
-            retention=retention,
+            retention=retention if retention > timedelta(0) else DAY,
             redelivery_horizon=redelivery_horizon,
         )
         self.lease = lease

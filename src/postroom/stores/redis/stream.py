@@ -98,7 +98,7 @@ class RedisStreamStore(StoreInRedis):
                 zero looks at every claim, which costs next to nothing.
             min_idle: How long an entry that another worker has read must be idle before it is taken over. By default
                 that is as long as the worker's lease, and a minute if the worker is not one of postroom's. It may
-                lengthen a lease, and never shortens one.
+                lengthen a lease, and never shortens one. All stores of a stream need the same.
             keep_delivered: How long it is known which messages were delivered; what they said is deleted at once.
             marshal: Turns a message into the fields of an entry, for `outbox`.
             unmarshal: Turns the fields of an entry into a message; the same fields must always bring the same id.

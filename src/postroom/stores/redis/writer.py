@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 from uuid import UUID
 
 from ...decisions import Question
+from ...duplicates import log_duplicates
 from ...errors import ConfigurationError
 from ...inbox import Inbox
 from ...message import Message
@@ -74,10 +75,12 @@ def _keys(table: str, namespace: str) -> Keys:
 
 def _added(additions: Sequence[Addition], replies: Sequence[bytes | str]) -> list[AddResult]:
     texts = [answer if isinstance(answer, str) else answer.decode() for answer in replies]
-    return [
+    added = [
         AddResult(addition.message.id, is_new=True) if text == "1" else AddResult(UUID(text), is_new=False)
         for addition, text in zip(additions, texts, strict=True)
     ]
+    log_duplicates(additions, added)
+    return added
 
 
 def _is_queueing(connection: Foreign) -> bool:

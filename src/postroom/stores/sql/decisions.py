@@ -85,12 +85,22 @@ class Deciding(Adding):
 
     def find_due(self, namespace: str, question: FindDue) -> Script[list[Due]]:
         """Find tickets whose time has come, and lock nothing."""
-        found = yield self.query(self._due_tickets, namespace=namespace, limit=max(question.limit, 0))
+        wanted: dict[str, Any] = {"namespace": namespace, "limit": max(question.limit, 0)}
+        if question.due_cutoff is None:
+            found = yield self.query(self._due_tickets, **wanted)
+        else:
+            found = yield self.query(self._due_until, **wanted, due_cutoff=self.time(question.due_cutoff))
         return [Due(row[0], from_milliseconds(int(row[1]))) for row in found.rows]
 
     _due_tickets: ClassVar[str] = """
         SELECT ticket, {expiry} FROM {tickets}
         WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= {now}
+        ORDER BY expires_at, ticket LIMIT :limit
+        """
+
+    _due_until: ClassVar[str] = """
+        SELECT ticket, {expiry} FROM {tickets}
+        WHERE namespace = :namespace AND status = 'scheduled' AND expires_at <= {now} AND expires_at <= :due_cutoff
         ORDER BY expires_at, ticket LIMIT :limit
         """
 
@@ -115,7 +125,8 @@ class Deciding(Adding):
             return Stale() if self._differs(found, question) else Duplicate(question.addition.message.id)
         if self._differs(found, question):
             return Stale(from_milliseconds(found.expires_at))
-        return None if found.is_due else NotDue()
+        is_after = question.due_cutoff is not None and question.expires_at > question.due_cutoff
+        return None if found.is_due and not is_after else NotDue()
 
     def cancel(
         self, namespace: str, question: Cancel, *, strict_order: bool

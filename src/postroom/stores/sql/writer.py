@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
 from ...decisions import Enqueued, FindDue, Question
+from ...duplicates import log_duplicates
 from ...errors import SchemaMissingError, StorePermissionError, TransactionAbortedError, UnsupportedDatabaseError
 from ...inbox import Inbox
 from ...message import Message
@@ -108,14 +109,19 @@ def _asking(outbox: Outbox, question: Question) -> Task[Any]:
 
 def _script(additions: Sequence[Addition], dialect: Dialect, *, answer: Answer[T], strict_order: bool) -> Script[T]:
     if len(additions) == 1:
-        return answer((yield from dialect.add(additions, strict_order=strict_order)))
+        added = yield from dialect.add(additions, strict_order=strict_order)
+        log_duplicates(additions, added)
+        return answer(added)
     if strict_order:
         # All at once: chunks that lock in turns could wait for the chunks of another add, and it for them.
         yield from dialect.lock_keys(additions)
-    added: list[AddResult] = []
+    added = list[AddResult]()
     for chunk in _chunks(additions):
         added += yield from dialect.add(chunk, strict_order=False)
-    return answer(_first_of_each(added) if any(addition.given for addition in additions) else added)
+    if any(addition.given for addition in additions):
+        _first_of_each(added)
+    log_duplicates(additions, added)
+    return answer(added)
 
 
 def _chunks(additions: Sequence[Addition]) -> Iterator[Sequence[Addition]]:
@@ -131,7 +137,7 @@ def _chunks(additions: Sequence[Addition]) -> Iterator[Sequence[Addition]]:
         yield chunk
 
 
-def _first_of_each(added: list[AddResult]) -> list[AddResult]:
+def _first_of_each(added: list[AddResult]) -> None:
     """Say of a message that is listed twice that it was added once."""
     seen: set[UUID] = set()
     for place, item in enumerate(added):
@@ -139,7 +145,6 @@ def _first_of_each(added: list[AddResult]) -> list[AddResult]:
             if item.id in seen:
                 added[place] = AddResult(item.id, is_new=False)
             seen.add(item.id)
-    return added
 
 
 #: As PostgreSQL calls it, for a table and for its schema, and MySQL with and without its SQLSTATE.
