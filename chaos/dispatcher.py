@@ -16,7 +16,7 @@ from uuid import UUID
 from postroom import Backoff, Dispatcher
 from postroom.errors import StoreError
 from postroom.events import BreakerOpened, Event, LeaseLost, MessagesDelivered, MessagesReleased
-from postroom.store import Claim, ClaimTerms, OnDead, Settlement, Stats, Store
+from postroom.store import Claim, ClaimTerms, OnDead, Peeked, Settlement, Stats, Store
 
 from .history import History
 from .stores import LEASE, delivering_store
@@ -60,6 +60,9 @@ class Recorded:
         if claims:
             self._history.write("claim", "ok", claims=[_named(claim) for claim in claims])
         return claims
+
+    async def peek(self, limit: int, *, topic: str | None = None) -> list[Peeked]:
+        return await self._store.peek(limit, topic=topic)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         return await self._store.settle(settlements)

@@ -135,6 +135,7 @@ def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
         "settle": (next(dialect._delivering(alike, keep=True)), set()),  # noqa: SLF001
         "settle different tokens": (next(dialect._delivering(differing, keep=True)), set()),  # noqa: SLF001
         "purge": (dialect.purge("default", timedelta(days=7), 1000), {"delivered"}),
+        "peek": (next(dialect.peek("default", LIMIT, None)), {"leased", "ready", "ready_keyed", "keyed", "dead"}),
         "oldest": (dialect.query(dialect._oldest, namespace="default"), {"ready", "parked"}),  # noqa: SLF001
         "oldest with a key": (
             dialect.query(dialect._oldest_keyed, namespace="default"),  # noqa: SLF001

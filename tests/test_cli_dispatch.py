@@ -145,7 +145,7 @@ def test_a_bad_value_in_the_environment_is_named(url: str) -> None:
 
     assert code == 2
     assert "--lease" in err
-    assert "'30' is no duration" in err
+    assert "'30' is not a duration" in err
     assert "Traceback" not in err
 
 

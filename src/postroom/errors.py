@@ -158,7 +158,7 @@ class UnknownURLError(ConfigurationError):
     """No store or broker is known for a URL."""
 
     def __init__(self, url: str, accepted: str) -> None:
-        super().__init__(f"nothing is known for {url!r}; use one of {accepted}")
+        super().__init__(f"unsupported URL {url!r}; supported: {accepted}")
 
 
 class MissingExtraError(ConfigurationError, ImportError):

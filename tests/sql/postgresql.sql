@@ -505,6 +505,42 @@ WHERE id = ANY (ARRAY(SELECT id FROM chosen))
 RETURNING id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
 attempts, token, seq;
 
+-- peek
+SELECT id, topic, "key", seq, turn, since, extract(epoch FROM now() - next_attempt_at)
+FROM (
+    SELECT * FROM (
+        SELECT id, namespace, topic, "key", seq, next_attempt_at, 0 AS turn, locked_until AS since FROM "postroom_outbox"
+        WHERE namespace = :namespace AND status = 'processing' AND locked_until < now()
+        ORDER BY locked_until, seq LIMIT 1000) AS expired
+    UNION ALL
+    SELECT * FROM (
+        SELECT id, namespace, topic, "key", seq, next_attempt_at, 1 AS turn, next_attempt_at AS since FROM "postroom_outbox"
+        WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending' AND next_attempt_at <= now()
+        ORDER BY next_attempt_at, seq LIMIT 1000) AS without_key
+    UNION ALL
+    SELECT * FROM (
+        SELECT id, namespace, topic, "key", seq, next_attempt_at, 1 AS turn, next_attempt_at AS since FROM "postroom_outbox"
+        WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending' AND next_attempt_at <= now()
+        ORDER BY next_attempt_at, seq LIMIT 1000) AS with_key) AS head
+WHERE (
+    SELECT dead.seq FROM "postroom_outbox" AS dead
+    WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
+    AND dead."key" = head."key" AND dead.seq < head.seq
+    ORDER BY dead.seq LIMIT 1) IS NULL
+AND (
+    SELECT earlier.seq FROM "postroom_outbox" AS earlier
+    WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND earlier.namespace = head.namespace
+    AND earlier.topic = head.topic AND earlier."key" = head."key" AND earlier.seq < head.seq
+    AND NOT (earlier.status = 'pending' AND earlier.next_attempt_at <= now())
+    AND NOT (earlier.status = 'processing' AND earlier.locked_until < now())
+    ORDER BY earlier.seq LIMIT 1) IS NULL;
+
+-- peek
+SELECT id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,
+attempts, token, seq
+FROM "postroom_outbox"
+WHERE id = ANY (:rows::uuid[]);
+
 -- settle, keeping what was delivered
 UPDATE "postroom_outbox"
 SET status = 'delivered', delivered_at = clock_timestamp(), updated_at = clock_timestamp(),

@@ -34,7 +34,7 @@ class Failure(click.ClickException):
 
 
 class Misuse(Failure):
-    """An error that only other settings can mend."""
+    """An error that only other settings can fix."""
 
     exit_code = 2
 
@@ -70,19 +70,20 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
             yield error
 
 
-@click.group(cls=App, epilog="Exit codes: 0 done, 1 failed or found fault, 2 wrong usage or settings.")
+@click.group(cls=App, epilog="Exit codes: 0 success, 1 failure or a problem found, 2 wrong usage or settings.")
 @click.version_option(version("postroom"), prog_name="postroom")
 def app() -> None:
     """Commit your data and your messages together; postroom delivers them.
 
-    Every option can also be set by the environment variable that its help names. Prefer that for URLs with
-    a password: other users of the machine can see arguments.
+    Most options can also be set by the environment variable that their help names. Use it for URLs with a password:
+    other users of the machine can see the arguments of a command.
 
     \b
     Example:
       export POSTROOM_STORE=postgresql://app:secret@db/shop
       postroom schema apply
-      postroom dispatch --broker stdout:
+      postroom peek
+      postroom dispatch --broker file:messages.jsonl
     """  # noqa: D301 -- \b keeps click from joining the lines
 
 

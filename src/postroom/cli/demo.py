@@ -31,18 +31,20 @@ ELSEWHERE = 1.0
 
 @click.command()
 @click.option(
-    "--seconds", type=click.FloatRange(1, 600), default=20, show_default=True, help="How long orders come in."
+    "--seconds", type=click.FloatRange(1, 600), default=20, show_default=True, help="How long customers place orders."
 )
 @as_json
 def demo(*, seconds: float, as_json: bool) -> None:
-    """Run a small shop that loses its broker for a while, and count what came of its orders.
+    """Run a small shop through a broker outage, and check every order.
 
-    Orders are written to a SQLite file together with their messages; one in ten is rolled back. A dispatcher
-    delivers to a broker in memory, which stumbles now and then, delivers every twentieth message twice, and is down
-    in the middle third. A stock room puts aside what was ordered and tells shipping, which sends it; their handlers
-    fail now and then after they have written. At the end the tables are compared with each other and with what the
-    broker got: the exit code is 0 only if each committed order arrived, none that was rolled back did, each was put
-    aside once and shipped once, every duplicate was known again, each customer's came in order, and none is dead.
+    Orders are written to a SQLite file together with their messages; one in ten is rolled back. A dispatcher delivers
+    to a broker in memory, which fails now and then, delivers every twentieth message twice, and is down in the middle
+    third. One service reserves the stock for each order, another ships it; their handlers sometimes fail after they
+    have written.
+
+    At the end the tables are compared with each other and with what the broker received. The exit code is 0 only if
+    every committed order was delivered and none that was rolled back, each was reserved once and shipped once, every
+    duplicate was recognised, each customer's orders were handled in order, and no message is dead.
 
     \b
     Example:

@@ -45,17 +45,29 @@ LAST_SECOND = 1.0
     Dispatcher.__init__,
     leave_out=("concurrency", "backoff", "outage_backoff", "destination", "worker", "listener"),
 )
-@option("--backoff-base", type=Duration(), default=show_duration(Backoff().base), help="The wait after one failure.")
-@option("--backoff-max", type=Duration(), default=show_duration(Backoff().max), help="What doubling waits end at.")
+@option(
+    "--backoff-base",
+    type=Duration(),
+    default=show_duration(Backoff().base),
+    help="How long to wait after the first failure; doubles.",
+)
+@option(
+    "--backoff-max",
+    type=Duration(),
+    default=show_duration(Backoff().max),
+    help="The longest wait between two attempts.",
+)
 @option(
     "--keep-delivered",
     type=Duration(),
     default=show_duration(WEEK),
-    help="How long delivered messages stay.",
+    help="How long to keep delivered messages; 0s: not at all.",
 )
-@click.option("--once", is_flag=True, help="Deliver what is due, then exit: 0 if all of it went out, 1 if not.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell every event, not only what matters to an operator.")
-@click.option("--json", "as_json", is_flag=True, help="Tell events as lines of JSON, on stdout if that is free.")
+@click.option("--once", is_flag=True, help="Deliver what is due, then exit: with 0 if all was delivered, else with 1.")
+@click.option("--verbose", "-v", is_flag=True, help="Log every event, not only those that operators need.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Log events as lines of JSON, on stdout unless the broker uses it."
+)
 def dispatch(  # noqa: PLR0913 -- one for each option
     store_options: StoreOptions,
     *,
@@ -68,17 +80,19 @@ def dispatch(  # noqa: PLR0913 -- one for each option
     as_json: bool,
     **settings: Any,  # noqa: ANN401 -- those of the Dispatcher, each with an option of the same name
 ) -> None:
-    """Deliver the messages of a store to a broker until SIGTERM or SIGINT.
+    """Deliver messages to a broker until SIGTERM or SIGINT.
 
-    One signal lets deliveries under way finish within --shutdown-grace; a second ends at once. Nothing is lost by
-    either, nor by kill -9: what was not confirmed is delivered after the next start. Any number may run.
-    With a stdout: broker, stdout holds nothing but messages, and each of them is then delivered: to look at messages
-    without delivering them, use postroom peek.
+    After one signal, running deliveries may finish within --shutdown-grace; a second signal ends the process at once.
+    Neither loses a message, nor does kill -9: what was not confirmed is delivered after the next start. Any number of
+    dispatchers may run.
+
+    With --broker stdout:, stdout holds nothing but messages, and every message that is printed is marked as delivered.
+    To look at messages without delivering them, use postroom peek.
 
     \b
     Exit codes:
-      0    stopped in good order; with --once, everything that was due went out
-      1    the store refused to work, a reader closed stdout, or --once left something undelivered
+      0    stopped by a signal; with --once, everything that was due was delivered
+      1    the database cannot be used, the reader of stdout went away, or --once left messages undelivered
       2    wrong usage or settings
       130  ended at once by a second SIGINT (143: SIGTERM)
 

@@ -68,7 +68,7 @@ class Duration(DurationType):
         with suppress(OverflowError):
             if read:
                 return timedelta(seconds=float(read[1]) * _UNITS[read[2]])
-        return self.fail(f"{value!r} is no duration; write a number and a unit: 500ms, 30s, 5m, 2h, 7d", param, ctx)
+        return self.fail(f"{value!r} is not a duration; write a number and a unit: 500ms, 30s, 5m, 2h, 7d", param, ctx)
 
 
 def show_duration(duration: timedelta) -> str:
@@ -87,7 +87,7 @@ def option(name: str, /, **settings: Any) -> Callable[[F], F]:  # noqa: ANN401 -
 
 def as_json(command: F) -> F:
     """Give a command the option ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,9 @@ class StoreOptions:
         said = {"profile": self.profile, "pooler": self.pooler}
         store = store_from_url(self.url, **names, **{name: value for name, value in said.items() if value}, **settings)
         if isinstance(store, MemoryStore):
-            raise ConfigurationError("a memory: store lives in the process that made it; name a database")
+            raise ConfigurationError(
+                "a memory: store exists only inside one process; pass the URL of a database to --store"
+            )
         return store
 
     def make_tables(self, *, may_create: bool = False) -> SQLStore:
@@ -159,15 +161,15 @@ def store_options(command: Callable[..., R]) -> Callable[..., R]:
         help="Connect through PgBouncer or another pooler in transaction mode (PostgreSQL only).",
     )(with_store)
     with_profile = option(
-        "--profile", metavar="NAME", help="What a Redis has to promise: durable (as by default), replicated, volatile."
+        "--profile", metavar="NAME", help="How safe Redis must keep data: durable (the default), replicated, volatile."
     )(with_pooler)
     with_table = table_options(with_profile)
-    with_namespace = option("--namespace", default=DEFAULT_NAMESPACE, help="Whose messages.")(with_table)
+    with_namespace = option("--namespace", default=DEFAULT_NAMESPACE, help="The namespace to work on.")(with_table)
     return option(
         "--store",
         required=True,
         metavar="URL",
-        help="The database: postgresql://…, mysql://…, sqlite:///file. Prefer the environment for a password.",
+        help="The database: postgresql://…, mysql://…, sqlite:///file, redis://…. Put a password into the environment.",
     )(with_namespace)
 
 

@@ -64,7 +64,7 @@ def _of(topic: str | None) -> str:
 
 def _as_lines(peeked: Sequence[Peeked], *, with_payload: bool) -> list[str]:
     """Return a table, with the payload of each message below it if wanted."""
-    table = [_HEADINGS, *map(_cells, peeked)]
+    table: list[tuple[str, ...]] = [_HEADINGS, *map(_cells, peeked)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     heading, *lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
     shown = [heading]

@@ -23,7 +23,7 @@ _NEEDED: Final = version_text((VERSION, STEP))
 
 @click.group()
 def schema() -> None:
-    """Create, compare or print the tables; nothing else ever does.
+    """Create, check or print the tables; no other command creates them.
 
     \b
     Example:
@@ -35,10 +35,10 @@ def schema() -> None:
 @store_options
 @as_json
 def apply(store_options: StoreOptions, *, as_json: bool) -> None:
-    """Create what is missing; to run it again, or twice at once, changes nothing.
+    """Create the tables, or add what they lack.
 
-    Workers may go on meanwhile, also those of an older release. What is there but different is never changed: it is
-    named, and the exit code is 1.
+    It is safe to run again, and to run several times at once. Workers can keep running, also those of an older release.
+    A table, column or index that exists but differs is never changed: the command names it and exits with 1.
 
     \b
     Example:
@@ -76,7 +76,9 @@ def _report(table: str, mended: list[str]) -> list[str]:
 @store_options
 @as_json
 def check(store_options: StoreOptions, *, as_json: bool) -> None:
-    """Print every difference between the tables and what this release needs; exit with 1 if there is any.
+    """Compare the tables with what this release needs.
+
+    Prints every difference, and exits with 1 if there is one.
 
     If all tables are missing, or are of another version, one line says so, and what to run.
 
@@ -108,14 +110,14 @@ async def _check(options: StoreOptions) -> list[str]:
 
 
 @schema.command("print")
-@click.option("--dialect", type=click.Choice(["postgresql", "mysql", "sqlite"]), required=True, help="For what.")
-@click.option(
-    "--from", "since", type=click.Choice(EARLIER), help="The version to upgrade; by default there are no tables."
-)
+@click.option("--dialect", type=click.Choice(["postgresql", "mysql", "sqlite"]), required=True, help="The database.")
+@click.option("--from", "since", type=click.Choice(EARLIER), help="Print what upgrades tables of this version.")
 @table_options
 @as_json
 def print_(dialect: Database, since: str | None, *, as_json: bool, **names: Any) -> None:  # noqa: ANN401 -- of the tables
-    """Print the SQL that creates everything, or upgrades what is there, for your own migrations; needs no connection.
+    """Print the SQL that creates or upgrades the tables.
+
+    For your own migrations. It needs no connection and no driver.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""The command that tells how a namespace is doing."""
+"""The command that counts the messages of a namespace."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _COUNTS = ("pending", "processing", "delivered", "dead")
 
 @click.command()
 @store_options
-@click.option("--watch", is_flag=True, help="Go on until interrupted.")
-@click.option("--interval", type=Duration(), default="1s", show_default=True, help="How often to look, with --watch.")
+@click.option("--watch", is_flag=True, help="Repeat until interrupted.")
+@click.option("--interval", type=Duration(), default="1s", show_default=True, help="How often to repeat, with --watch.")
 @as_json
 def status(store_options: StoreOptions, *, watch: bool, interval: timedelta, as_json: bool) -> None:
-    """Tell how many messages are in each state, and how long the oldest one that could go out has waited.
+    """Count the messages in each state.
 
-    Counting stops at 10000, so that it stays cheap on any table; a count that got there is shown as 10000+.
+    Also shows how long the oldest message that can be delivered now has waited. Counting stops at 10000, which keeps it
+    cheap on large tables; such a count is shown as 10000+.
 
     \b
     Example:

@@ -159,7 +159,7 @@ class RedisStore(StoreInRedis):
         peeked: list[Peeked] = []
         for first in range(0, len(parts), _PARTS):
             *stored, due = parts[first : first + _PARTS]
-            claim = self._claimed(*stored, suspect=0)
+            claim = self._claimed(*stored, 0)
             peeked.append(Peeked(claim.message, (int(now) - int(due)) * _MICROSECOND, claim.broken))
         return [one for one in peeked if topic in {None, one.message.topic}]
 
