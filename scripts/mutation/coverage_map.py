@@ -24,10 +24,12 @@ from coverage.numbits import numbits_to_nums
 
 from .recording import CONTEXT, RECORD
 
-__all__ = ["CoverageMap", "CoveringTest", "Measuring", "load"]
+__all__ = ["CoverageMap", "CoveringTest", "Measuring", "MeasuringError", "load"]
 
 #: The tree that this script is part of.
 ROOT: Final = Path(__file__).parents[2]
+#: How pytest ends when all tests were run: they passed, some failed, or there were none of this tier.
+_ENDED: Final = (0, 1, 5)
 #: For lines without branches, which take a tenth of the room.
 _CONFIG: Final = """\
 [run]
@@ -39,6 +41,10 @@ parallel = true
 data_file = {data}
 context = ${{{context}-}}
 """
+
+
+class MeasuringError(Exception):
+    """The tests could not be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +162,10 @@ def _measured(measuring: Measuring, files: Sequence[str]) -> list[CoveringTest]:
         "PYTHONPATH": os.pathsep.join([str(package.parent), str(ROOT)]),
     }
     options = ["-q", "-p", "scripts.mutation.recording", "-p", "no:cacheprovider", *measuring.options]
-    subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=measuring.root, env=environment, check=False)
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    code = subprocess.run(command, cwd=measuring.root, env=environment, check=False).returncode
+    if code not in _ENDED:
+        raise MeasuringError(f"pytest ended with {code}, so that nothing is known of what the tests cover")
     found = list(_recorded(raw, measuring.root))
     shutil.rmtree(raw)
     return found
