@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    if options.list:
+        return 0
     print(summary(verdicts, {one.mutant.path: (ROOT / one.mutant.path).read_text() for one in verdicts}))
     return int(any(verdict.has_survived for verdict in verdicts))
 
