@@ -223,6 +223,7 @@ def test_fast_tests_run_first_and_snapshots_last(tmp_path: Path) -> None:
         covering("m", 8, seconds=5),
         covering("fast", 8, seconds=0.5),
         covering("slower", 8, seconds=29),
+        covering("slowest", 8, seconds=1000),
     ]
     found = CoverageMap({test.id: test for test in tests}, {"src/m.py": MODULE})
 

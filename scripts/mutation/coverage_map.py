@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -118,13 +118,16 @@ def load(measuring: Measuring, *, rebuild: bool = False) -> CoverageMap:
     found.move_to(dict(_sources(measuring)))
     present = dict(_hashes(measuring))
     changed = sorted(path for path, digest in present.items() if found.test_files.get(path) != digest)
-    _forget(found, {*changed, *(found.test_files.keys() - present.keys())})
+    gone = {path for path in found.test_files if not (measuring.root / path).exists()}
+    _forget(found, {*changed, *gone})
     if changed:
         print(f"measuring what {len(changed)} test files cover", flush=True)
         found.tests |= {test.id: test for test in _measured(measuring, changed)}
         found.test_files |= {path: present[path] for path in changed}
         _write(measuring.path, found)
-    return found
+    # What was not asked for stays in the file, for other runs.
+    asked_for = {name: test for name, test in found.tests.items() if test.file in present}
+    return replace(found, tests=asked_for)
 
 
 def _sources(measuring: Measuring) -> Iterator[tuple[str, str]]:
