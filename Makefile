@@ -69,8 +69,7 @@ prove-tests: setup
 
 .PHONY: mutate
 mutate: setup ## Change one line at a time and see which changes no test notices; SEED=7 COUNT=100 chooses them.
-	scripts/mutate
-	scripts/mutate --seed $(or $(SEED),7) $(if $(COUNT),--count $(COUNT))
+	scripts/mutate; fixed=$$?; scripts/mutate --seed $(or $(SEED),7) $(if $(COUNT),--count $(COUNT)) && exit $$fixed
 
 .PHONY: chaos
 chaos: setup ## Break things under load and check every promise; SECONDS=60 STORE=postgres SEED=1 say how.

@@ -43,11 +43,14 @@ def changes(source: str) -> set[tuple[str, str, str]]:
         ("x = not a", {("condition", "x = not a", "x = (a)")}),
         ("x = é if a() else b", {("condition", "x = é if a() else b", "x = é if not (a()) else b")}),
         ("x = 3", {("constant", "x = 3", "x = 4")}),
-        ("x = 0.25", {("constant", "x = 0.25", "x = 0.5")}),
+        ("x = 1000", {("constant", "x = 1000", "x = 0")}),
+        ("x = 0.25", {("constant", "x = 0.25", "x = 25.0")}),
+        ("x = 0.0", {("constant", "x = 0.0", "x = 1.0")}),
+        ("x = timedelta(0)", {("constant", "x = timedelta(0)", "x = timedelta(1)")}),
         ("x = True", {("constant", "x = True", "x = False")}),
         ("f(x)", {("statement", "f(x)", "pass")}),
         ("a.b = c", {("statement", "a.b = c", "pass")}),
-        ("x = timedelta(days=7)", {("constant", "x = timedelta(days=7)", "x = timedelta(days=8)")}),
+        ("x = timedelta(days=7)", {("constant", "x = timedelta(days=7)", "x = timedelta(days=700)")}),
     ],
 )
 def test_each_operator_changes_one_thing(source: str, expected: set[tuple[str, str, str]]) -> None:
@@ -220,6 +223,7 @@ def test_fast_tests_run_first_and_snapshots_last(tmp_path: Path) -> None:
         covering("m", 8, seconds=5),
         covering("fast", 8, seconds=0.5),
         covering("slower", 8, seconds=29),
+        covering("slowest", 8, seconds=1000),
     ]
     found = CoverageMap({test.id: test for test in tests}, {"src/m.py": MODULE})
 
@@ -341,6 +345,18 @@ def test_a_mutant_that_hangs_is_ended_and_killed(project: Path) -> None:
         ran = copy.run(["tests/test_prices.py::test_wait"], timeout=10)
 
     assert ran.result == "timed out"
+
+
+def test_a_test_that_is_no_longer_there_has_noticed_nothing(project: Path) -> None:
+    survivor = of_project(project, "comparison", "if count > 100:")
+    lines = {"src/shop/prices.py": [5]}
+    names = "tests/test_prices.py::test_gone", "tests/test_prices.py::test_price"
+    found = CoverageMap({name: CoveringTest(name, 0.1, is_quick=True, lines=lines) for name in names})
+
+    with copied(project) as copy:
+        verdict = judge(copy, survivor, found, {})
+
+    assert verdict.fate == "survived"
 
 
 def test_a_copy_that_was_stopped_runs_nothing_more(project: Path) -> None:

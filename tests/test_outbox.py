@@ -693,3 +693,16 @@ def test_the_memory_store_takes_messages_in_its_own_transactions() -> None:
         raise RuntimeError
 
     assert [row.message.id for row in store.rows] == [added.id]
+
+
+def test_a_transaction_of_the_memory_store_that_has_ended_takes_messages_only_if_asked() -> None:
+    """G1: what is added after the end would be stored whatever became of the business change."""
+    store = MemoryStore()
+    with store.transaction() as transaction:
+        pass
+
+    with pytest.raises(NotInTransactionError):
+        Outbox().add(transaction, {"n": 1}, topic="t")
+    added = Outbox().add(transaction, {"n": 2}, topic="t", outside_transaction=True)
+
+    assert [row.message.id for row in store.rows] == [added.id]

@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, TypeVar
 
-from .coverage_map import ROOT, CoverageMap, Measuring, load
+from .coverage_map import ROOT, CoverageMap, Measuring, MeasuringError, load
 from .equivalent import Identity, equivalents
 from .fixed import StaleError, fixed
 from .generator import choose, every_mutant
@@ -53,8 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StaleError as error:
         print(f"scripts/mutation/fixed.toml is stale: {error}", file=sys.stderr)
         return 2
+    except MeasuringError as error:
+        print(f"scripts/mutate: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
+    if options.list:
+        return 0
     print(summary(verdicts, {one.mutant.path: (ROOT / one.mutant.path).read_text() for one in verdicts}))
     return int(any(verdict.has_survived for verdict in verdicts))
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -24,10 +24,12 @@ from coverage.numbits import numbits_to_nums
 
 from .recording import CONTEXT, RECORD
 
-__all__ = ["CoverageMap", "CoveringTest", "Measuring", "load"]
+__all__ = ["CoverageMap", "CoveringTest", "Measuring", "MeasuringError", "load"]
 
 #: The tree that this script is part of.
 ROOT: Final = Path(__file__).parents[2]
+#: How pytest ends when all tests were run: they passed, some failed, or there were none of this tier.
+_ENDED: Final = (0, 1, 5)
 #: For lines without branches, which take a tenth of the room.
 _CONFIG: Final = """\
 [run]
@@ -39,6 +41,10 @@ parallel = true
 data_file = {data}
 context = ${{{context}-}}
 """
+
+
+class MeasuringError(Exception):
+    """The tests could not be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +118,16 @@ def load(measuring: Measuring, *, rebuild: bool = False) -> CoverageMap:
     found.move_to(dict(_sources(measuring)))
     present = dict(_hashes(measuring))
     changed = sorted(path for path, digest in present.items() if found.test_files.get(path) != digest)
-    _forget(found, {*changed, *(found.test_files.keys() - present.keys())})
+    gone = {path for path in found.test_files if not (measuring.root / path).exists()}
+    _forget(found, {*changed, *gone})
     if changed:
         print(f"measuring what {len(changed)} test files cover", flush=True)
         found.tests |= {test.id: test for test in _measured(measuring, changed)}
         found.test_files |= {path: present[path] for path in changed}
         _write(measuring.path, found)
-    return found
+    # What was not asked for stays in the file, for other runs.
+    asked_for = {name: test for name, test in found.tests.items() if test.file in present}
+    return replace(found, tests=asked_for)
 
 
 def _sources(measuring: Measuring) -> Iterator[tuple[str, str]]:
@@ -156,7 +165,10 @@ def _measured(measuring: Measuring, files: Sequence[str]) -> list[CoveringTest]:
         "PYTHONPATH": os.pathsep.join([str(package.parent), str(ROOT)]),
     }
     options = ["-q", "-p", "scripts.mutation.recording", "-p", "no:cacheprovider", *measuring.options]
-    subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=measuring.root, env=environment, check=False)
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    code = subprocess.run(command, cwd=measuring.root, env=environment, check=False).returncode
+    if code not in _ENDED:
+        raise MeasuringError(f"pytest ended with {code}, so that nothing is known of what the tests cover")
     found = list(_recorded(raw, measuring.root))
     shutil.rmtree(raw)
     return found

@@ -18,6 +18,9 @@ __all__ = ["mutants_of"]
 Change: TypeAlias = tuple[int, int, str]
 Operator: TypeAlias = Callable[["Text", Scope], Iterator[tuple[str, Change]]]
 
+#: Up to which number the next one makes a difference, and how much larger a duration has to be.
+_FEW: Final = 10
+_FAR: Final = 100
 _COMPARISONS: Final = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),
@@ -105,20 +108,26 @@ def _connectives(text: Text, scope: Scope) -> Iterator[tuple[str, Change]]:
 
 
 def _constants(text: Text, scope: Scope) -> Iterator[tuple[str, Change]]:
+    durations = {part for call in scope.find(ast.Call) if text.of(call.func) == "timedelta" for part in ast.walk(call)}
     for node in scope.find(ast.Constant):
         match node.value:
             case bool(value):
                 new = str(not value)
-            case int(value):
-                new = str(value + 1)
-            case float(value):
-                new = str(value * 2 if value else 1.0)
+            case int(value) | float(value):
+                new = str(_other_number(value, is_duration=node in durations))
             case str(value) if node in scope.defaults:
                 new = repr(f"{value}x")
             case _:
                 continue
         operator = "default" if node in scope.defaults else "constant"
         yield operator, (*text.span(node), new)
+
+
+def _other_number(value: float, *, is_duration: bool) -> float:
+    """Return another number: the next one of a few, or one that is far away, since little depends on the exact one."""
+    if is_duration or isinstance(value, float):
+        return value * _FAR or type(value)(1)
+    return value + 1 if abs(value) < _FEW else 0
 
 
 def _statements(text: Text, scope: Scope) -> Iterator[tuple[str, Change]]:

@@ -25,12 +25,12 @@ _NOT_COPIED: Final = shutil.ignore_patterns(
 )
 #: What the copy has by a link.
 _LINKED: Final = (".venv", ".servers")
-_PASSED, _NOTHING_RAN = 0, 5
+_PASSED, _WRONG_ARGUMENTS, _NOTHING_RAN = 0, 4, 5
 #: Nothing is written into the tree, and tests keep the order that they are named in.
 _OPTIONS: Final = ("-x", "-q", "--tb=line", "--no-header", "-p", "no:cacheprovider", "-p", "no:randomly")
 
-#: ``passed`` is bad news of a mutant: no test has noticed it.
-Result: TypeAlias = Literal["passed", "failed", "timed out"]
+#: ``passed`` is bad news of a mutant: no test has noticed it. ``missing`` means that a test is not there.
+Result: TypeAlias = Literal["passed", "failed", "timed out", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,7 @@ class Copy:
             raise StoppedError
         if process.returncode == _NOTHING_RAN:
             raise RuntimeError(f"none of these tests were run: {', '.join(tests)}\n{output}")
-        result: Result = "passed" if process.returncode == _PASSED else "failed"
-        return Ran(result, time.monotonic() - began, output)
+        return Ran(_result(process.returncode, output), time.monotonic() - began, output)
 
     def stop(self) -> None:
         """End the run that is under way, and let no other begin."""
@@ -114,6 +113,12 @@ class Copy:
             start_new_session=True,
         )
         return self._running
+
+
+def _result(code: int, output: str) -> Result:
+    if code == _WRONG_ARGUMENTS and "ERROR: not found: " in output:
+        return "missing"
+    return "passed" if code == _PASSED else "failed"
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -12,9 +12,9 @@ from typing import Final, TypeAlias
 from .coverage_map import CoverageMap, CoveringTest
 from .mutant import Mutant
 
-_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-
 __all__ = ["Pass", "covering_tests", "passes"]
+
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 #: For how many seconds, as they were recorded, the tests of each pass may run.
 FIRST: Final = 30.0
@@ -42,19 +42,21 @@ def passes(found: CoverageMap, one: Mutant, root: Path) -> list[Pass]:
     own = f"test_{PurePath(one.path).stem}.py"
     in_turn = sorted(covering, key=lambda test: (not test.is_quick, PurePath(test.file).name != own, test.seconds))
     tests = [test for test in in_turn if test.file not in SNAPSHOTS]
-    first = list(_within(FIRST, tests))
-    second = list(_within(SECOND, tests[len(first) :]))
+    first = _within(FIRST, [test for test in tests if test.is_quick])
+    second = _within(SECOND, [test for test in tests if test not in first])
     snapshots = [test for test in in_turn if test.file in SNAPSHOTS]
-    found_passes = Pass("fastest", first), Pass("others", second), Pass("snapshots", snapshots)
-    return [one_pass for one_pass in found_passes if one_pass.tests]
+    all_passes = Pass("fastest", first), Pass("others", second), Pass("snapshots", snapshots)
+    return [part for part in all_passes if part.tests]
 
 
-def _within(seconds: float, tests: Iterable[CoveringTest]) -> Iterator[CoveringTest]:
+def _within(seconds: float, tests: Sequence[CoveringTest]) -> list[CoveringTest]:
+    """Return the first tests that fit into a time, without those that are too slow for it; one at least."""
+    chosen = list[CoveringTest]()
     for test in tests:
-        seconds -= test.seconds
-        if seconds < 0:
-            return
-        yield test
+        if test.seconds <= seconds:
+            seconds -= test.seconds
+            chosen.append(test)
+    return chosen or sorted(tests, key=lambda test: test.seconds)[:1]
 
 
 def covering_tests(found: CoverageMap, one: Mutant, root: Path) -> list[CoveringTest]:
