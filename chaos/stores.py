@@ -88,7 +88,7 @@ class HandlingInRedis:
         *,
         mode: Mode,
         by: By = "id",
-        retention: timedelta,
+        retention: timedelta = timedelta(days=1),
         redelivery_horizon: timedelta | None,
     ) -> Inbox:
         from postroom.stores.redis import RedisInbox  # noqa: PLC0415 -- as above

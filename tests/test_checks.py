@@ -20,9 +20,9 @@ from postroom import (
     Limits,
     Message,
     Outbox,
+    OutboxSubscriber,
     Router,
     TransactionMiddleware,
-    source,
     transactional,
 )
 from postroom.brokers import FileBroker, MemoryBroker
@@ -43,7 +43,7 @@ def subscriber() -> Any:  # noqa: ANN401 -- whatever reads
 #: What makes each object, with what it needs at the least.
 MAKERS: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
     "Dispatcher": (Dispatcher, {"store": MemoryStore(), "publisher": print}),
-    "source": (source, {"store": MemoryStore()}),
+    "OutboxSubscriber": (OutboxSubscriber, {"store": MemoryStore()}),
     "Consumer": (Consumer, {"subscriber": subscriber(), "router": Router()}),
     "Outbox": (Outbox, {}),
     "Inbox": (Inbox, {"consumer": "stock"}),
@@ -170,7 +170,7 @@ def test_a_name_is_a_text(name: str, argument: str) -> None:
 
 CHOICES = [
     ("Dispatcher", "on_dead", "'block', 'skip'"),
-    ("source", "on_dead", "'block', 'skip'"),
+    ("OutboxSubscriber", "on_dead", "'block', 'skip'"),
     ("Consumer", "acking", "'on_success', 'manual', 'forward'"),
     ("Inbox", "mode", "'pessimistic', 'optimistic'"),
     ("transactional", "mode", "'pessimistic', 'optimistic'"),
@@ -193,8 +193,8 @@ FUNCTIONS = [
     ("Dispatcher", "outage_backoff"),
     ("Dispatcher", "destination"),
     ("Dispatcher", "listener"),
-    ("source", "backoff"),
-    ("source", "listener"),
+    ("OutboxSubscriber", "backoff"),
+    ("OutboxSubscriber", "listener"),
     ("Consumer", "backoff"),
     ("Consumer", "listener"),
     ("Outbox", "wake"),
@@ -218,7 +218,7 @@ OBJECTS = [
     ("Dispatcher", "store", 5, "store=5 must be a store, such as PostgresStore(dsn), or the URL of one"),
     ("Dispatcher", "store", MemoryStore, "store must not be the class MemoryStore: pass an instance"),
     ("Dispatcher", "publisher", None, "publisher must not be None; it takes a function"),
-    ("source", "store", 5, "store=5 must be a store, such as"),
+    ("OutboxSubscriber", "store", 5, "store=5 must be a store, such as"),
     ("transactional", "store", 5, "store=5 must be a store with an inbox, such as"),
     ("transactional", "store", MemoryStore(), "store of type MemoryStore must be a store with an inbox, such as"),
     ("transactional", "dead_letters", 5, "dead_letters=5 must be a place for dead letters or None"),
@@ -250,7 +250,7 @@ def test_a_middleware_can_be_called() -> None:
 
 
 async def test_a_url_stands_for_its_store(tmp_path: Path) -> None:
-    """Wherever a store is taken, its URL is: by a dispatcher, a source, `transactional` and `Published`."""
+    """Wherever a store is taken, its URL is: by a dispatcher, an `OutboxSubscriber`, `transactional` and `Published`."""
     outbox = SQLiteOutbox(tmp_path / "shop.sqlite3")
     url, sent = f"sqlite:///{outbox.path}", list[Message]()
 
@@ -261,7 +261,7 @@ async def test_a_url_stands_for_its_store(tmp_path: Path) -> None:
     add()
     await Dispatcher(url, sent.append).run(until_idle=True)
     add()
-    async with source(url) as deliveries:
+    async with OutboxSubscriber(url) as deliveries:
         delivery = await anext(deliveries)
         await delivery.ack()
     add()

@@ -19,10 +19,10 @@ from postroom import (
     Inbox,
     Limits,
     Outbox,
+    OutboxSubscriber,
     Router,
     TransactionMiddleware,
     presets,
-    source,
     transactional,
 )
 from postroom.brokers import FileBroker, MemoryBroker
@@ -59,8 +59,8 @@ DEFAULTS: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
             "listener": log_event,
         },
     ),
-    "source": (
-        source,
+    "OutboxSubscriber": (
+        OutboxSubscriber,
         {
             "batch": 100,
             "poll_interval": 500 * MS,
@@ -123,7 +123,7 @@ DEFAULTS: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
             "redelivery_horizon": None,
         },
     ),
-    "Router": (Router, {"codec": None, "topic": None, "source": None}),
+    "Router": (Router, {"codec": None, "topic": None, "OutboxSubscriber": None}),
     "PostgresStore": (
         PostgresStore,
         {

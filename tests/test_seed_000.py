@@ -311,11 +311,11 @@ async def test_the_set_up_and_the_recovery_from_errors_as_printed(shop: Shop) ->
         )
         return consumer
 
-    await broker.publish([shop.command])
+    await broker.publish_batch([shop.command])
     await consumer_of(FailingOrders(client, NAMESPACE)).run()
     after_error = await client.keys("*")
     await consumer_of(RedisOrders(client, NAMESPACE)).run()
-    await broker.publish([shop.command])
+    await broker.publish_batch([shop.command])
     await consumer_of(FailingOrders(client, NAMESPACE)).run()  # a duplicate, so it is not called
     await Dispatcher(publisher, broker).run(until_idle=True)
 

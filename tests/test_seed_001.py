@@ -424,7 +424,7 @@ async def forward(deliveries: OutboxSubscriber, broker: MemoryBroker) -> None:
     """Pipe what the publisher's source hands out into a broker, and acknowledge what was published."""
     async with deliveries:
         async for delivery in deliveries:
-            await broker.publish([delivery.message])
+            await broker.publish_batch([delivery.message])
             await delivery.ack()
 
 
@@ -476,7 +476,7 @@ async def test_the_set_up_of_the_document_line_by_line(shop: Shop, command: Mess
     initialise(shop.site.url)
     placing = replace(command, type="place-order")
     async with serving(retention=week, interval=minute):
-        await shop.broker.publish([placing, placing])
+        await shop.broker.publish_batch([placing, placing])
         await until(lambda: shop.broker.received[-1].topic == "order-events", "the event", within=LONG)
         await until(lambda: shop.broker.backlog(SERVICE) == 0, "both deliveries being acknowledged", within=LONG)
     assert (rows("processed_messages"), rows("orders"), rows("outbox")) == (1, 1, 1)

@@ -271,7 +271,7 @@ async def test_downstream_processing_is_idempotent_on_the_dedupe_key(chat: Chat,
         concurrency=1,
         listener=note,
     )
-    await chat.broker.publish([published, sent_again, unrelated])
+    await chat.broker.publish_batch([published, sent_again, unrelated])
     await consumer.run()
 
     assert published.dedupe_key == DEDUPE_KEY

@@ -100,9 +100,9 @@ async def test_what_the_document_calls_persist_find_mark_sent_and_mark_failure(s
     assert store.features.requires_transaction is False
 
     # persistPending(record): a duplicate is a no-op, logged and counted
-    assert (await outbox.add(client, record)).added is True
-    assert (await outbox.add(client, record)).added is False
-    assert (await outbox.add(client, other)).added is True
+    assert (await outbox.add(client, record)).is_new is True
+    assert (await outbox.add(client, record)).is_new is False
+    assert (await outbox.add(client, other)).is_new is True
     assert (await store.counters()).duplicates == 1
 
     # findPendingBatch(batchSize): what is due, the oldest first
@@ -435,7 +435,7 @@ async def test_a_duplicate_is_logged_at_debug_level_by_id_and_topic_alone(
     [again, other] = await shop.outbox.add(shop.client, [one, message(3, dedupe_key=person)])
 
     assert before == []
-    assert [(result.id, result.added) for result in (again, other)] == [(one.id, False), (two.id, False)]
+    assert [(result.id, result.is_new) for result in (again, other)] == [(one.id, False), (two.id, False)]
     assert [(record.name, record.levelname, record.getMessage()) for record in caplog.records] == [
         ("postroom", "DEBUG", f"duplicate not added: message {known.id} topic=orders") for known in (one, two)
     ]

@@ -158,8 +158,8 @@ class RedisStore(StoreInRedis):
         now, *parts = await self._run("peek", min(max(limit, 0), AT_ONCE), topic or "")
         peeked: list[Peeked] = []
         for first in range(0, len(parts), _PARTS):
-            *stored, due = parts[first : first + _PARTS]
-            claim = self._claimed(*stored, 0)
+            identity, body, attempt, token, seq, due = parts[first : first + _PARTS]
+            claim = self._claimed(identity, body, attempt, token, seq, 0)
             peeked.append(Peeked(claim.message, (int(now) - int(due)) * _MICROSECOND, claim.broken))
         return [one for one in peeked if topic in {None, one.message.topic}]
 

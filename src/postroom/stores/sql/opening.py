@@ -18,8 +18,8 @@ _WORD: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 
 def admission(opening: Opening) -> str:
     """Return what marks a message in PostgreSQL; its answer tells whether it was not marked before."""
-    inbox, message = opening
-    return next(_dialect(opening).admit(inbox.consumer, inbox.known(message))).spelled(_spelled)
+    inbox = opening.inbox
+    return next(_dialect(opening).admit(inbox.consumer, inbox.known(opening.message))).spelled(_spelled)
 
 
 def explain_admission(error: Exception, opening: Opening) -> None:
