@@ -250,7 +250,7 @@ def test_a_middleware_can_be_called() -> None:
 
 
 async def test_a_url_stands_for_its_store(tmp_path: Path) -> None:
-    """Wherever a store is taken, its URL is: by a dispatcher, an `OutboxSubscriber`, `transactional` and `Published`."""
+    """A URL is taken wherever a store is: by `Dispatcher`, `OutboxSubscriber`, `transactional` and `Published`."""
     outbox = SQLiteOutbox(tmp_path / "shop.sqlite3")
     url, sent = f"sqlite:///{outbox.path}", list[Message]()
 
