@@ -1000,7 +1000,11 @@ async def test_a_cluster_keeps_tickets_beside_their_messages(
 ) -> None:
     """S3-05, S3-22, S3-25: with its clients and with their pipelines."""
     url, outbox = valkey_cluster.dsn, decisions.outbox
-    client: Any = (redis.asyncio if is_async else redis).RedisCluster.from_url(url, retry=Retry(NoBackoff(), 0))
+    client: Any = (
+        redis.asyncio.RedisCluster.from_url(url, retry=Retry(NoBackoff(), 0))
+        if is_async
+        else redis.RedisCluster.from_url(url, retry=redis.retry.Retry(NoBackoff(), 0))
+    )
     await awaited(client.initialize() if is_async else None)  # before a pipeline, which would do it on another loop
     pipeline = client.pipeline(transaction=True)
     await awaited(outbox.add(pipeline, {}, topic="orders"))

@@ -42,7 +42,7 @@ from postroom.errors import (
     UnsupportedDatabaseError,
 )
 from postroom.message import validate
-from postroom.stores import MemoryStore, SQLiteStore, SQLStore, store_from_url
+from postroom.stores import MemoryStore, PostgresStore, SQLiteStore, SQLStore, store_from_url
 from postroom.testing.clients import MariaDBClient, PostgresClient
 
 from .worlds import DATABASES
@@ -640,6 +640,23 @@ def test_a_scoped_session_listens_to_itself_alone(sqlite_path: Path) -> None:
         scoped.remove()
 
     assert (silent, bell.rung) == (0, 1)
+
+
+def test_hints_of_a_store_that_was_not_opened_are_reported_once(
+    sqlite_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """G12: with what to do, and not with a traceback at every commit."""
+    store = PostgresStore("postgresql://localhost/shop", namespace="shop")
+    outbox = Outbox(wake=store.notify)
+    with session_on(sqlite_path) as session, caplog.at_level(logging.WARNING, logger="postroom"):
+        for n in range(3):
+            outbox.add(session, {"n": n}, topic="t")
+            session.commit()
+
+    [record] = caplog.records
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+    assert "PostgresStore(namespace='shop', table='postroom_outbox'): hints are dropped" in record.message
+    assert "call `await store.open()`" in record.message
 
 
 def test_a_wake_up_that_fails_does_not_fail_the_commit(sqlite_path: Path, caplog: pytest.LogCaptureFixture) -> None:

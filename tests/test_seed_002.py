@@ -37,6 +37,7 @@ from postroom.errors import TenantMismatchError
 from postroom.inbox import Mode
 from postroom.store import Settlement
 from postroom.stores import SQLStore, store_from_url
+from postroom.testing.waiting import until
 
 from .crash.sites import Site, site_of
 from .worlds import DATABASES
@@ -206,7 +207,14 @@ async def test_a_worker_whose_lease_was_taken_over_cannot_ack(chat: Chat) -> Non
     chat.finalize()
     claims = await chat.claim_batch(claim_cfg(WORKER, lease=OVER))  # the worker crashes here
 
-    [reclaimed] = await chat.claim_batch(claim_cfg(OTHER_WORKER))
+    taken: list[Claim] = []
+
+    async def is_reclaimed() -> bool:
+        taken.extend(await chat.claim_batch(claim_cfg(OTHER_WORKER)))
+        return bool(taken)
+
+    await until(is_reclaimed, "the end of the lease")
+    [reclaimed] = taken
     lost = await chat.ack(claims)
 
     assert lost == claims
