@@ -311,8 +311,9 @@ async def test_the_set_up_and_the_recovery_from_errors_as_printed(shop: Shop) ->
         )
         return consumer
 
+    failing = consumer_of(FailingOrders(client, NAMESPACE))
     await broker.publish_batch([shop.command])
-    await consumer_of(FailingOrders(client, NAMESPACE)).run()
+    await failing.run()
     after_error = await client.keys("*")
     await consumer_of(RedisOrders(client, NAMESPACE)).run()
     await broker.publish_batch([shop.command])
