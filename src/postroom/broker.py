@@ -155,12 +155,13 @@ class Each:
 
         async def deliver(run: list[int]) -> None:
             for index in run:
-                message, called = messages[index], None
+                message, is_answered = messages[index], False
                 await self.gate.enter(message.topic)
                 try:
                     called = await self.send(message, message.topic)
+                    is_answered = not called.is_unknown
                 finally:
-                    self.gate.leave(message.topic, is_answered=called is not None and not called.is_unknown)
+                    self.gate.leave(message.topic, is_answered=is_answered)
                 outcomes[index] = called.answer
                 if not isinstance(called.answer, Delivered):
                     return

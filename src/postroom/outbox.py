@@ -279,8 +279,8 @@ class Outbox:
         answer = _every if events is event else _FIRST
         written: object = writer_of(connection).write(connection, additions, self, answer, outside_transaction=outside)
         if isinstance(written, CoroutineType):
-            written.__qualname__ = _NAME
-        return written
+            cast("CoroutineType[Any, Any, Any]", written).__qualname__ = _NAME
+        return cast("object", written)
 
     def transaction(self, pool: Any) -> AbstractAsyncContextManager[Any]:  # noqa: ANN401 -- whatever the pool hands out
         """Open a transaction on a pool or engine, and deliver at once after its commit.

@@ -49,23 +49,24 @@ def as_publisher(
         raise ConfigurationError(f"{name} must not be None; {TAKES}")
     if inspect.isclass(given):
         raise ConfigurationError(f"{name} must not be the class {given.__qualname__}: pass an instance; {TAKES}")
-    if hasattr(publisher, "publish_batch"):
-        _check(publisher.publish_batch, f"{name}.publish_batch")
-        if not is_async(publisher.publish_batch):
+    if hasattr(given, "publish_batch"):
+        many = cast("Publisher", given)
+        _check(many.publish_batch, f"{name}.publish_batch")
+        if not is_async(many.publish_batch):
             raise ConfigurationError(f"{name}.publish_batch must be declared with async def; {TAKES}")
-        return cast("Publisher", publisher)
-    if hasattr(publisher, "publish"):
-        send, called = cast("PublishesOne", publisher).publish, f"{name}.publish"
-    elif callable(publisher):
-        send, called = publisher, name
+        return many
+    if hasattr(given, "publish"):
+        send, called = cast("PublishesOne", given).publish, f"{name}.publish"
+    elif callable(given):
+        send, called = given, name
     else:
-        raise ConfigurationError(f"{name} must not be of type {type(publisher).__qualname__}; {TAKES}")
+        raise ConfigurationError(f"{name} must not be of type {type(given).__qualname__}; {TAKES}")
     _check(send, called)
     return Each(send, concurrency=concurrency, timeout=timeout)
 
 
 def _check(function: Callable[..., Any], called: str) -> None:
-    """Refuse what cannot be called with one argument, and what does nothing when it is called."""
+    """Raise unless a function takes one argument and is not a generator."""
     if not callable(function):
         raise ConfigurationError(f"{called} must be a function, not of type {type(function).__qualname__}; {TAKES}")
     inner = innermost(function)

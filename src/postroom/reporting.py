@@ -40,5 +40,5 @@ class Reporter:
 
 def _settles(event: events.Event, delivery: Delivery) -> bool:
     """Tell whether an event says what became of the message itself, and not of one that its handler hands on."""
-    settling = events.DuplicateSkipped | events.DeadLettered | events.Ignored
-    return isinstance(event, settling) and event.message_id == delivery.message.id
+    is_outcome = isinstance(event, events.DuplicateSkipped | events.DeadLettered | events.Ignored)
+    return is_outcome and event.message_id == delivery.message.id

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from ...errors import MissingExtraError
 
-try:
-    import redis as _redis  # noqa: F401 -- before any module of this package needs it
-except ImportError as _error:
-    raise MissingExtraError("redis", "redis") from _error
+if find_spec("redis") is None:  # before any module of this package needs it
+    raise MissingExtraError("redis", "redis")
 
 from .composition import scripted
 from .inbox import RedisInbox
