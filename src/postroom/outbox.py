@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
 from operator import itemgetter
-from types import CoroutineType
 from typing import (
     Any,
     Final,
@@ -278,9 +278,9 @@ class Outbox:
         outside = options.get("outside_transaction", False)
         answer = _every if events is event else _FIRST
         written: object = writer_of(connection).write(connection, additions, self, answer, outside_transaction=outside)
-        if isinstance(written, CoroutineType):
-            cast("CoroutineType[Any, Any, Any]", written).__qualname__ = _NAME
-        return cast("object", written)
+        if inspect.iscoroutine(written):
+            written.__qualname__ = _NAME
+        return written
 
     def transaction(self, pool: Any) -> AbstractAsyncContextManager[Any]:  # noqa: ANN401 -- whatever the pool hands out
         """Open a transaction on a pool or engine, and deliver at once after its commit.

@@ -40,5 +40,8 @@ class Reporter:
 
 def _settles(event: events.Event, delivery: Delivery) -> bool:
     """Tell whether an event says what became of the message itself, and not of one that its handler hands on."""
-    is_outcome = isinstance(event, events.DuplicateSkipped | events.DeadLettered | events.Ignored)
-    return is_outcome and event.message_id == delivery.message.id
+    match event:
+        case events.DuplicateSkipped() | events.DeadLettered() | events.Ignored():
+            return event.message_id == delivery.message.id
+        case _:
+            return False
