@@ -59,9 +59,9 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_text(name: str, value: object, *, optional: bool = False) -> None:
-    """Refuse what is no text, or an empty one."""
-    if not (isinstance(value, str) and value) and not (optional and value is None):
-        _refuse(name, value, f"a text that is not empty{' or None' * optional}")
+    """Refuse what is no text; what a text may be is for others to say."""
+    if not isinstance(value, str) and not (optional and value is None):
+        _refuse(name, value, f"a text{' or None' * optional}")
 
 
 def check_type(name: str, value: object, kind: type, *, optional: bool = False) -> None:
