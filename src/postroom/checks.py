@@ -72,9 +72,9 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_text(name: str, value: object, *, optional: bool = False) -> None:
-    """Raise unless the value is a string that is not empty."""
-    if not (isinstance(value, str) and value) and not (optional and value is None):
-        _refuse(name, value, f"a string that is not empty{' or None' * optional}")
+    """Raise unless the value is a string; which strings are valid is checked where they are used."""
+    if not isinstance(value, str) and not (optional and value is None):
+        _refuse(name, value, f"a string{' or None' * optional}")
 
 
 def check_type(name: str, value: object, kind: type, *, optional: bool = False) -> None:
