@@ -165,7 +165,7 @@ def test_an_id_is_a_uuid(name: str, argument: str) -> None:
 def test_a_name_is_a_text(name: str, argument: str) -> None:
     """A name that is none is refused by what names it, or by the rule for such names."""
     said = refusal(name, argument, 5)
-    assert said.startswith((f"{argument}=5 must be a text", f"5 cannot name a {argument}", "5 cannot name a table"))
+    assert said.startswith((f"{argument}=5 must be a string", f"5 cannot name a {argument}", "5 cannot name a table"))
 
 
 CHOICES = [

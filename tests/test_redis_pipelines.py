@@ -143,7 +143,7 @@ async def test_a_client_that_repeats_commands_by_itself_is_refused(
     namespace: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    """S0-43: it would write a message again, and all else of its pipeline, when only the answer was lost."""
+    """It would write a message again, and all else of its pipeline, when only the answer was lost."""
     is_cluster = kind.endswith("cluster")
     server: ValkeyClient = request.getfixturevalue("valkey_cluster" if is_cluster else "valkey_server")
     library = redis.asyncio if kind.startswith("async") else redis

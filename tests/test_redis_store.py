@@ -701,14 +701,14 @@ async def test_a_write_to_a_lost_transport_is_told_as_a_lost_connection() -> Non
 
 
 async def test_what_is_redriven_is_named_by_uuids(shop: Shop) -> None:
-    """S3-27: a text is refused before anything is tried again."""
+    """A text is refused before anything is tried again."""
     with pytest.raises(TypeError, match="takes the ids of messages as UUID objects, not str"):
         await shop.store.redrive("0197a4c2-7e6b-7d3e-9f51-3a2b1c0d4e5f")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("module", ["", ".store", ".writer", ".inbox", ".transactions"])
 def test_without_the_library_the_extra_is_named(module: str) -> None:
-    """S4-04: whichever part is imported first."""
+    """Whichever part is imported first."""
     blocked = f"import sys; sys.modules['redis'] = None; import postroom.stores.redis{module}"
 
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=False, timeout=110)

@@ -155,7 +155,7 @@ async def chat(request: pytest.FixtureRequest) -> AsyncIterator[Chat]:
 
 
 async def test_an_operation_that_commits_enqueues_exactly_one_event(chat: Chat) -> None:
-    """S2-02, S2-22, S2-48: and who loses an idempotency race observes "already enqueued"."""
+    """S2-22, S2-48: and who loses an idempotency race observes "already enqueued"."""
     first = chat.finalize()
     again = chat.enqueue_again()
 
@@ -185,7 +185,7 @@ async def test_a_dedupe_key_of_another_tenant_is_an_error_and_no_row(chat: Chat)
 
 
 async def test_claim_publish_ack(chat: Chat) -> None:
-    """S2-20, S2-27, S2-30: claim_batch leases to one worker; ack makes the row delivered, for good."""
+    """S2-20, S2-27: claim_batch leases to one worker; ack makes the row delivered, for good."""
     chat.finalize()
 
     [claim] = await chat.claim_batch(claim_cfg(WORKER))
@@ -223,7 +223,7 @@ async def test_a_worker_whose_lease_was_taken_over_cannot_ack(chat: Chat) -> Non
 
 
 async def test_a_publish_that_fails_is_tried_again_and_then_dead(chat: Chat) -> None:
-    """S2-42, S2-45: nack returns the row to pending with its error; at max_attempts the dispatcher makes it dead."""
+    """S2-30, S2-45: nack returns the row to pending with its error; at max_attempts the dispatcher makes it dead."""
     chat.finalize()
     seen: list[events.Event] = []
 
