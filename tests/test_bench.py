@@ -130,8 +130,9 @@ async def test_what_is_measured_in_redis_can_be_measured(valkey_dsn: str) -> Non
     assert all(median > 0 for median in await trial.medians(valkey_dsn, count=3))
 
 
+@pytest.mark.requirement("G7")
 def test_a_consumer_and_the_loop_by_hand_do_the_same_work_and_nothing_is_lost() -> None:
-    """G7: both leave one effect and one output of each message, or the figure would compare different things."""
+    """Both leave one effect and one output of each message, or the figure would compare different things."""
     with Progress(disable=True) as progress, Bench(progress, quick=True) as bench:
         dsn = bench.database("postgres")
         bench.call("trials.consuming", dsn, "prepare")

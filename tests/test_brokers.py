@@ -58,8 +58,9 @@ async def test_the_memory_broker_keeps_what_it_confirmed_in_order() -> None:
     assert broker.received == messages
 
 
+@pytest.mark.requirement("G11")
 async def test_the_memory_broker_forgets_the_oldest_beyond_its_bound() -> None:
-    """G11: memory has a limit, and what was dropped is still counted."""
+    """Memory has a limit, and what was dropped is still counted."""
     broker = MemoryBroker(keep=2)
     messages = [order(number) for number in range(5)]
 
@@ -101,8 +102,9 @@ async def test_a_topic_can_be_down_alone() -> None:
     assert [message.topic for message in broker.received] == ["stock", "orders"]
 
 
+@pytest.mark.requirement("F-25")
 async def test_each_group_gets_each_message_once_and_its_members_compete() -> None:
-    """F-25: two groups, one of them with two readers."""
+    """Two groups, one of them with two readers."""
     broker = MemoryBroker()
     lone, first, second = (broker.subscribe("orders", group=group) for group in ("lone", "pair", "pair"))
     await broker.publish_batch([order(number) for number in range(4)])
@@ -129,8 +131,9 @@ async def test_a_group_reads_its_topics_only_and_what_comes_after_it_subscribed(
     assert broker.backlog("g") == 2
 
 
+@pytest.mark.requirement("G5")
 async def test_a_message_is_handed_out_with_everything_that_it_says() -> None:
-    """G5: only its attempt is the broker's."""
+    """Only its attempt is the broker's."""
     sent = Message(
         topic="orders",
         payload=b"{}",
@@ -154,8 +157,9 @@ async def test_a_message_is_handed_out_with_everything_that_it_says() -> None:
     assert (got.time, got.attempt, got.token) == (sent.time, 1, 9)
 
 
+@pytest.mark.requirement("F-08", "F-19")
 async def test_what_belongs_to_the_sender_does_not_travel() -> None:
-    """F-08, F-19: in-process values die at the broker, also if that is in the same process."""
+    """In-process values die at the broker, also if that is in the same process."""
     broker, region = MemoryBroker(), Local[str]("region")
     async with broker.subscribe("orders", group="g") as reader:
         await broker.publish_batch([region.put(order(1), "eu")])
@@ -164,8 +168,9 @@ async def test_what_belongs_to_the_sender_does_not_travel() -> None:
     assert region.of(broker.received[0]) is None
 
 
+@pytest.mark.requirement("S1-32", "S1-36")
 async def test_a_nacked_message_comes_again_after_its_delay_with_a_higher_attempt() -> None:
-    """S1-32, S1-36: others pass it meanwhile."""
+    """Others pass it meanwhile."""
     broker, loop = MemoryBroker(), asyncio.get_running_loop()
     async with broker.subscribe("orders", group="g") as reader:
         await broker.publish_batch([order(1), order(2)])
@@ -178,8 +183,9 @@ async def test_a_nacked_message_comes_again_after_its_delay_with_a_higher_attemp
         assert (numbers([other, again]), other.message.attempt, again.message.attempt) == ([2, 1], 1, 2)
 
 
+@pytest.mark.requirement("G2")
 async def test_what_comes_due_is_not_held_up_by_what_came_later() -> None:
-    """G2: a message that is tried again takes its old place, so a constant load cannot starve it."""
+    """A message that is tried again takes its old place, so a constant load cannot starve it."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
         await broker.publish_batch([order(number) for number in range(3)])
@@ -189,8 +195,9 @@ async def test_what_comes_due_is_not_held_up_by_what_came_later() -> None:
         assert numbers([await taken(reader), await taken(reader)]) == [0, 1]
 
 
+@pytest.mark.requirement("S1-36")
 async def test_a_nack_without_a_delay_waits_the_usual_time() -> None:
-    """S1-36: one that always fails leaves room for the others."""
+    """One that always fails leaves room for the others."""
     broker, loop = MemoryBroker(), asyncio.get_running_loop()
     async with broker.subscribe("orders", group="g") as reader:
         await broker.publish_batch([order(1), order(2)])
@@ -201,8 +208,9 @@ async def test_a_nack_without_a_delay_waits_the_usual_time() -> None:
         assert loop.time() - began >= 0.5  # at least half of the first second
 
 
+@pytest.mark.requirement("G6")
 async def test_what_is_nacked_for_no_time_goes_behind_the_others_and_before_those_of_its_key() -> None:
-    """G6: it neither keeps other messages waiting, nor is passed by later ones of its key."""
+    """It neither keeps other messages waiting, nor is passed by later ones of its key."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
         await broker.publish_batch([order(1), order(2), order(3, key="a"), order(4, key="a"), order(5)])
@@ -227,8 +235,9 @@ async def test_a_short_wait_ends_before_a_long_one_that_began_earlier() -> None:
         assert sorted(numbers([await taken(reader), await taken(reader)])) == [1, 3]
 
 
+@pytest.mark.requirement("S1-32")
 async def test_readers_that_wait_are_told_of_everything_that_comes_due() -> None:
-    """S1-32: each gets one, though neither asks again."""
+    """Each gets one, though neither asks again."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as one, broker.subscribe("orders", group="g") as two:
         await broker.publish_batch([order(1), order(2)])
@@ -241,8 +250,9 @@ async def test_readers_that_wait_are_told_of_everything_that_comes_due() -> None
         assert sorted(numbers(await asyncio.gather(*waiting))) == [1, 2]
 
 
+@pytest.mark.requirement("G6")
 async def test_messages_of_a_key_wait_for_the_one_before() -> None:
-    """G6: also while it waits to be tried again; other keys do not."""
+    """Also while it waits to be tried again; other keys do not."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader, broker.subscribe("orders", group="g") as other:
         await broker.publish_batch([order(1, key="a"), order(2, key="a"), order(3, key="b")])
@@ -259,8 +269,9 @@ async def test_messages_of_a_key_wait_for_the_one_before() -> None:
         assert numbers([await taken(reader)]) == [2]
 
 
+@pytest.mark.requirement("S1-37")
 async def test_a_released_message_has_its_attempt_back() -> None:
-    """S1-37: as if it had never been handed out; it may be told to wait."""
+    """As if it had never been handed out; it may be told to wait."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
         await broker.publish_batch([order(1), order(2)])
@@ -274,8 +285,9 @@ async def test_a_released_message_has_its_attempt_back() -> None:
         assert later[1].message.attempt == 1
 
 
+@pytest.mark.requirement("G2", "G9")
 async def test_a_rejected_message_is_kept_for_its_group() -> None:
-    """G2, G9: it does not come again, and its key goes on."""
+    """It does not come again, and its key goes on."""
     broker = MemoryBroker(keep=2)
     async with broker.subscribe("orders", group="g") as reader:
         await broker.publish_batch([order(number, key="a") for number in range(4)])
@@ -290,8 +302,9 @@ async def test_a_rejected_message_is_kept_for_its_group() -> None:
     assert broker.dead("nobody") == []
 
 
+@pytest.mark.requirement("G2")
 async def test_leaving_gives_back_what_is_held_and_a_late_ack_says_so() -> None:
-    """G2: the next reader gets it, and whoever still holds it is told."""
+    """The next reader gets it, and whoever still holds it is told."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as reader:
         await broker.publish_batch([order(1, key="a"), order(2)])
@@ -330,8 +343,9 @@ async def test_a_subscription_can_be_entered_again_and_knows_its_old_deliveries(
     assert broker.backlog("g") == 0
 
 
+@pytest.mark.requirement("G11", "G13")
 async def test_a_group_that_is_full_refuses_more_until_it_has_room() -> None:
-    """G11, G13: back-pressure reaches whoever publishes; no other group gets what one refuses."""
+    """Back-pressure reaches whoever publishes; no other group gets what one refuses."""
     broker = MemoryBroker(capacity=2)
     async with broker.subscribe("orders", group="g") as reader, broker.subscribe("orders", group="quick") as quick:
         outcomes = await broker.publish_batch([order(number) for number in range(3)])
@@ -347,9 +361,10 @@ async def test_a_group_that_is_full_refuses_more_until_it_has_room() -> None:
         assert broker.backlog("g") == 2
 
 
+@pytest.mark.requirement("S1-30")
 @pytest.mark.parametrize("keys", [None, "ab"])
 async def test_cancelled_readers_lose_nothing(keys: str | None) -> None:
-    """S1-30: a time limit around reading takes no message with it, wherever it strikes."""
+    """A time limit around reading takes no message with it, wherever it strikes."""
     broker, got = MemoryBroker(), list[Delivery]()
     async with broker.subscribe("orders", group="g") as one, broker.subscribe("orders", group="g") as two:
         for number in range(60):
@@ -373,8 +388,9 @@ async def test_cancelled_readers_lose_nothing(keys: str | None) -> None:
     assert {delivery.message.attempt for delivery in got} == {1}
 
 
+@pytest.mark.requirement("G2", "S1-30")
 async def test_a_message_goes_to_another_when_the_reader_woken_for_it_is_cancelled() -> None:
-    """S1-30, G2: nobody sleeps beside a message that may be taken."""
+    """Nobody sleeps beside a message that may be taken."""
     broker = MemoryBroker()
     async with broker.subscribe("orders", group="g") as one, broker.subscribe("orders", group="g") as two:
         cancelled, staying = (asyncio.ensure_future(taken(reader)) for reader in (one, two))
@@ -386,8 +402,9 @@ async def test_a_message_goes_to_another_when_the_reader_woken_for_it_is_cancell
         assert cancelled.cancelled()
 
 
+@pytest.mark.requirement("S1-30")
 async def test_leaving_ends_the_reading_of_an_empty_group() -> None:
-    """S1-30: whoever waits is told that nothing will come."""
+    """Whoever waits is told that nothing will come."""
     async with MemoryBroker().subscribe("orders", group="g") as reader:
         waiting = asyncio.ensure_future(anext(reader))
         await asyncio.sleep(0)
@@ -396,8 +413,9 @@ async def test_leaving_ends_the_reading_of_an_empty_group() -> None:
         await asyncio.wait_for(waiting, 10)
 
 
+@pytest.mark.requirement("G2")
 async def test_a_reader_that_leaves_wakes_another_for_the_message_it_was_woken_for() -> None:
-    """G2: nobody sleeps beside a message that may be taken."""
+    """Nobody sleeps beside a message that may be taken."""
     broker = MemoryBroker()
     one = broker.subscribe("orders", group="g")
     async with broker.subscribe("orders", group="g") as two:
@@ -413,8 +431,9 @@ async def test_a_reader_that_leaves_wakes_another_for_the_message_it_was_woken_f
             await leaving
 
 
+@pytest.mark.requirement("G11")
 async def test_a_reader_that_waits_does_not_keep_the_loop_busy() -> None:
-    """G11: neither for a message nor for a time."""
+    """Neither for a message nor for a time."""
     broker, loop = MemoryBroker(), asyncio.get_running_loop()
     async with broker.subscribe("orders", group="g") as reader:
         await broker.publish_batch([order(1)])
@@ -432,8 +451,9 @@ async def test_a_reader_that_waits_does_not_keep_the_loop_busy() -> None:
         waiting.cancel()
 
 
+@pytest.mark.requirement("G11")
 async def test_the_cost_of_a_message_does_not_grow_with_what_waits() -> None:
-    """G11: ten times the backlog takes about ten times as long, with keys, without, and with many groups beside."""
+    """Ten times the backlog takes about ten times as long, with keys, without, and with many groups beside."""
     gc.disable()  # it would look at everything that other tests have left
     try:
         times = [min([await _cost(count) for _ in range(3)]) for count in (500, 5000)]
@@ -460,8 +480,9 @@ async def _cost(count: int) -> float:
 # -- lines -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G5", "S2-41")
 async def test_a_line_is_a_cloud_event_with_everything_that_the_message_says() -> None:
-    """G5, S2-41: the id that consumers are idempotent on travels with the message."""
+    """The id that consumers are idempotent on travels with the message."""
     stream = io.BytesIO()
     message = Message(
         id=UUID("0199c0de-0000-7000-8000-000000000001"),
@@ -501,6 +522,7 @@ async def test_a_line_is_a_cloud_event_with_everything_that_the_message_says() -
     ]
 
 
+@pytest.mark.requirement("S2-36")
 @pytest.mark.parametrize(
     ("content_type", "payload"),
     [
@@ -514,7 +536,7 @@ async def test_a_line_is_a_cloud_event_with_everything_that_the_message_says() -
     ],
 )
 async def test_what_is_no_json_travels_as_the_bytes_that_it_is(content_type: str, payload: bytes) -> None:
-    """S2-36: a payload is never refused for what is in it."""
+    """A payload is never refused for what is in it."""
     stream = io.BytesIO()
 
     await LinesBroker(stream).publish_batch([Message(topic="t", type="t", payload=payload, content_type=content_type)])
@@ -566,8 +588,9 @@ async def test_a_batch_larger_than_a_pipe_is_written_whole_while_the_loop_goes_o
     assert [event["data"]["number"] for event in parsed(text)] == list(range(2000))
 
 
+@pytest.mark.requirement("G13")
 async def test_a_reader_that_has_gone_is_an_outage_and_is_remembered() -> None:
-    """G13: it costs no attempt."""
+    """It costs no attempt."""
     reading, writing = os.pipe()
     os.close(reading)
     with io.FileIO(writing, "w") as stream:
@@ -653,8 +676,9 @@ async def test_a_new_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert (tmp_path / "messages.jsonl").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.requirement("G2")
 async def test_half_a_line_left_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> None:
-    """G2: what is confirmed after a crash can be read."""
+    """What is confirmed after a crash can be read."""
     path = tmp_path / "messages.jsonl"
     path.write_bytes(b'{"whole": 1}\n{"hal')
 
@@ -704,8 +728,9 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.requirement("G13")
 def test_a_disk_without_room_is_an_outage_and_leaves_no_half_line(tmp_path: Path) -> None:
-    """G13: the limit on the file's size is the real one of the kernel, in a process of its own."""
+    """The limit on the file's size is the real one of the kernel, in a process of its own."""
     path = tmp_path / "messages.jsonl"
 
     done = subprocess.run(

@@ -411,9 +411,10 @@ async def listening(store: Store, site: Site) -> Callable[[], Coroutine[Any, Any
 OPERATIONS = (claiming, settling, extending, sweeping, purging, counting, listening)
 
 
+@pytest.mark.requirement("G2", "G4", "G12", "S2-21", "S2-32", "S2-50")
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
 async def test_a_cancelled_call_of_a_store_has_happened_or_has_not(site: Site, operation: Operation) -> None:
-    """S2-21, S2-32, S2-50, G2, G4, G12: each message by itself; nothing stays open, and nothing is lost for good."""
+    """Each message by itself; nothing stays open, and nothing is lost for good."""
     async with opened(site) as store:
         ids = site.add()
         call = await operation(store, site)
@@ -449,8 +450,9 @@ async def _drain(store: Store, cut: Cut) -> list[UUID]:
     raise AssertionError(f"{cut}: messages come again though they were delivered")
 
 
+@pytest.mark.requirement("S4-12")
 async def test_a_cancelled_opening_leaves_nothing_open(site: Site) -> None:
-    """S4-12: neither a connection that was being made, nor the one that had been; and the store can be opened."""
+    """Neither a connection that was being made, nor the one that had been; and the store can be opened."""
     for cut in both_moments():
         store = site.store()
 
@@ -463,8 +465,9 @@ async def test_a_cancelled_opening_leaves_nothing_open(site: Site) -> None:
         await site.is_quiet(cut, connections=0)
 
 
+@pytest.mark.requirement("S4-12")
 async def test_a_cancelled_closing_closes_all_the_same(site: Site) -> None:
-    """S4-12: also with a hint on its way, and the store can be opened again."""
+    """Also with a hint on its way, and the store can be opened again."""
     for cut in both_moments():
         store = site.store()
         await store.open()
@@ -482,8 +485,9 @@ async def test_a_cancelled_closing_closes_all_the_same(site: Site) -> None:
         await site.is_quiet(cut, connections=0)
 
 
+@pytest.mark.requirement("S4-12")
 async def test_a_call_that_outlives_its_store_leaves_no_connection_behind(site: Site) -> None:
-    """S4-12: what is closed while a call is under way is closed for that call too, at its end."""
+    """What is closed while a call is under way is closed for that call too, at its end."""
     for cut in cuts():
         store = site.store()
         await store.open()
@@ -497,9 +501,10 @@ async def test_a_call_that_outlives_its_store_leaves_no_connection_behind(site: 
         await site.is_quiet(cut, connections=0)
 
 
+@pytest.mark.requirement("S1-10", "S1-12")
 @on("sqlite", "asyncpg", "asyncmy")
 async def test_a_cancelled_change_of_the_schema_can_be_made_again(site: Site) -> None:
-    """S1-10, S1-12: whatever it left, the next one completes it, and holds no lock on it."""
+    """Whatever it left, the next one completes it, and holds no lock on it."""
     try:
         for cut in cuts(moment="answered"):
             site.drop_tables()
@@ -522,9 +527,10 @@ async def test_a_cancelled_change_of_the_schema_can_be_made_again(site: Site) ->
         assert await store.check_schema() == []
 
 
+@pytest.mark.requirement("S1-12")
 @on("sqlite", "asyncpg", "psycopg", "asyncmy")
 async def test_a_cancelled_check_of_the_schema_leaves_nothing_behind(site: Site) -> None:
-    """S1-12: nor the tables that it compares with, which would be there when the connection is used again."""
+    """Nor the tables that it compares with, which would be there when the connection is used again."""
     async with opened(site) as store:
         assert isinstance(store, SQLStore)
         for cut in cuts():
@@ -587,10 +593,11 @@ PLAIN = {
 }
 
 
+@pytest.mark.requirement("G1", "G3", "S1-27", "S2-21")
 @on("sqlite", "asyncpg", "psycopg", "asyncmy")
 @pytest.mark.parametrize("through", ["driver", "connection", "session"])
 async def test_a_cancelled_add_is_rolled_back_with_its_transaction(site: Site, through: str) -> None:
-    """G1, G3, S1-27, S2-21: half of a batch is never there, and no connection stays in a transaction."""
+    """Half of a batch is never there, and no connection stays in a transaction."""
     outbox = Outbox(strict_order=True)
     messages = [Message(topic="t", payload=b"{}", key=f"k{n}", dedupe_key=f"d{n}") for n in range(3)]
     engine = engine_of(site.kind, site.url)
@@ -637,6 +644,7 @@ async def pool_on(site: Site, through: str) -> AsyncIterator[Connection]:
         await engine.dispose()
 
 
+@pytest.mark.requirement("G1", "G3", "S2-21", "S4-18")
 @pytest.mark.parametrize(
     ("site", "through"),
     [("asyncpg", "asyncpg"), *itertools.product(KINDS[1:], ("engine", "sessionmaker"))],
@@ -647,7 +655,7 @@ async def pool_on(site: Site, through: str) -> AsyncIterator[Connection]:
 # engine makes the connection, so that this library cannot close it. It holds no lock, and collecting it closes it.
 @pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")
 async def test_a_cancelled_transaction_is_committed_or_is_not(site: Site, through: str) -> None:
-    """G1, G3, S2-21, S4-18: both messages of it or neither, and the pool has all its connections to give."""
+    """Both messages of it or neither, and the pool has all its connections to give."""
     outbox = Outbox()
     async with pool_on(site, through) as pool:
 
@@ -713,8 +721,9 @@ async def is_whole(site: Site, store: Store, ids: Sequence[UUID], desk: Desk, cu
     assert [n for n in dict.fromkeys(desk.delivered) if n in ids[:2]] == ids[:2], f"{cut}: out of order"
 
 
+@pytest.mark.requirement("G2", "G3", "G6", "S1-37", "S2-03", "S2-50")
 async def test_a_cancelled_dispatcher_gives_back_what_it_held(site: Site) -> None:
-    """G2, G3, G6, S1-37, S2-03, S2-50: nothing is lost, nobody delivers any more, and `stop` returns afterwards."""
+    """Nothing is lost, nobody delivers any more, and `stop` returns afterwards."""
     async with opened(site) as store:
         for cut in both_moments():
             ids, desk = site.add(), Desk()
@@ -728,8 +737,9 @@ async def test_a_cancelled_dispatcher_gives_back_what_it_held(site: Site) -> Non
             await is_whole(site, store, ids, desk, cut)
 
 
+@pytest.mark.requirement("S4-12")
 async def test_a_cancelled_dispatcher_closes_what_it_opened(site: Site) -> None:
-    """S4-12: at whatever point of opening, running and closing it was."""
+    """At whatever point of opening, running and closing it was."""
     async with opened(site) as store:
         present = len(site.sessions())
         for cut in cuts(moment="answered" if site.kind in {"asyncpg", "asyncmy"} else "waiting"):
@@ -745,8 +755,9 @@ async def test_a_cancelled_dispatcher_closes_what_it_opened(site: Site) -> None:
             present = len(site.sessions())
 
 
+@pytest.mark.requirement("S4-12")
 async def test_a_cancelled_stop_stops_all_the_same(site: Site) -> None:
-    """S4-12: who no longer waits for the end has still asked for it."""
+    """Who no longer waits for the end has still asked for it."""
     async with opened(site) as store:
         for cut in both_moments():
             ids, desk = site.add(), Desk()
@@ -762,8 +773,9 @@ async def test_a_cancelled_stop_stops_all_the_same(site: Site) -> None:
             await is_whole(site, store, ids, desk, cut)
 
 
+@pytest.mark.requirement("G2", "S1-30", "S1-32", "S1-37")
 async def test_a_cancelled_reader_of_a_source_loses_nothing(site: Site) -> None:
-    """S1-30, S1-32, S1-37, G2: what was acknowledged is recorded, what was only handed out comes again."""
+    """What was acknowledged is recorded, what was only handed out comes again."""
     async with opened(site) as store:
         for cut in both_moments():
             ids, desk = site.add(), Desk()
@@ -786,9 +798,10 @@ async def test_a_cancelled_reader_of_a_source_loses_nothing(site: Site) -> None:
             await is_whole(site, store, ids, desk, cut)
 
 
+@pytest.mark.requirement("G4", "S4-13")
 @on("asyncpg", "psycopg", "asyncmy")
 async def test_an_error_at_any_await_of_a_store_is_one_of_ours_and_changes_nothing_by_halves(site: Site) -> None:
-    """S4-13, G4: a connection that breaks anywhere ends in a `StoreError`, and the store goes on."""
+    """A connection that breaks anywhere ends in a `StoreError`, and the store goes on."""
     async with opened(site) as store:
         for operation in (claiming, settling):
             ids = site.add()

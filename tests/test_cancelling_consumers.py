@@ -149,10 +149,11 @@ async def is_legal(desk: Desk, cut: Cut, delivered: Message) -> None:
     assert desk.state(delivered) == ALL, cut
 
 
+@pytest.mark.requirement("G1", "G7", "G8", "F-17", "F-20", "S1-01", "S1-21")
 @on_sql
 @pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
 async def test_a_cancelled_handling_has_happened_or_has_not(site: Site, mode: Mode) -> None:
-    """F-17, F-20, S1-01, S1-21, G1, G7, G8: with the whole stack, cut at every await of it."""
+    """With the whole stack, cut at every await of it."""
     async with desk(site, mode) as at:
         for cut in both_moments():
             delivered = message()
@@ -163,9 +164,10 @@ async def test_a_cancelled_handling_has_happened_or_has_not(site: Site, mode: Mo
             await at.serves(cut)
 
 
+@pytest.mark.requirement("F-14", "F-20", "S1-02")
 @on_sql
 async def test_a_cancelled_stack_of_middlewares_has_happened_or_has_not(site: Site) -> None:
-    """F-14, F-20, S1-02: the same for one that is put together by hand."""
+    """The same for one that is put together by hand."""
     async with opened(site) as store:
         name = f"consumer-{uuid4().hex}"
         consumer = _consumer(
@@ -208,9 +210,10 @@ def proxied(url: str) -> Iterator[tuple[str, Callable[[], None]]]:
         loop.close()
 
 
+@pytest.mark.requirement("G1", "G8", "G12", "S1-19", "S1-27")
 @on("asyncpg", "psycopg", "asyncmy")
 async def test_a_connection_that_breaks_at_any_await_changes_nothing_by_halves(site: Site) -> None:
-    """S1-19, S1-27, G1, G8, G12: wherever it breaks, the message is not acknowledged unless all of it is stored."""
+    """Wherever it breaks, the message is not acknowledged unless all of it is stored."""
     with proxied(site.url) as (url, break_off):
         async with desk(replace(site, url=url)) as at:
             for cut in cuts(fault=break_off):
@@ -222,9 +225,10 @@ async def test_a_connection_that_breaks_at_any_await_changes_nothing_by_halves(s
                 await at.serves(cut)
 
 
+@pytest.mark.requirement("G8", "F-20", "F-25", "S1-21")
 @on_sql
 async def test_a_handling_whose_time_is_over_at_any_await_has_happened_or_has_not(site: Site) -> None:
-    """F-20, F-25, S1-21, G8: as if it was cancelled, but told as a failure of the message."""
+    """As if it was cancelled, but told as a failure of the message."""
     async with desk(site) as at:
         limit = at.consumer._limit  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
@@ -246,9 +250,10 @@ def _moment(site: Site) -> Iterator[Cut]:
     return cuts(moment="waiting" if site.kind == "sqlite" else "answered")
 
 
+@pytest.mark.requirement("G7", "G8", "F-20", "F-25")
 @on_sql
 async def test_a_cancelled_consumer_gives_back_what_it_held(site: Site) -> None:
-    """F-20, F-25, G7, G8: the whole of it, with its broker; the next one has each effect once, keys in order."""
+    """The whole of it, with its broker; the next one has each effect once, keys in order."""
     async with opened(site) as store:
         for cut in _moment(site):
             broker, name = MemoryBroker(), f"consumer-{uuid4().hex}"
@@ -316,8 +321,9 @@ async def _read(broker: MemoryBroker, acked: list[UUID], late: list[Message], wa
                 return
 
 
+@pytest.mark.requirement("G2", "G6")
 async def test_a_cancelled_reader_of_the_broker_in_memory_loses_nothing() -> None:
-    """G2, G6: what was acknowledged is gone, everything else comes again, and no attempt was spent on it."""
+    """What was acknowledged is gone, everything else comes again, and no attempt was spent on it."""
     for cut in both_moments():
         broker = MemoryBroker()
         messages = [message("a"), message("a"), message(), message("a")]
@@ -342,8 +348,9 @@ async def _take(deliveries: AsyncIterator[Delivery]) -> None:
     await (await anext(deliveries)).ack()
 
 
+@pytest.mark.requirement("G2")
 async def test_a_cancelled_reader_wakes_another_one_that_waits() -> None:
-    """G2: a message that came with the cancellation goes to whoever waits behind."""
+    """A message that came with the cancellation goes to whoever waits behind."""
     for cut in both_moments():
         broker = MemoryBroker()
         first, second = (broker.subscribe("orders", group="stock") for _ in range(2))

@@ -52,8 +52,9 @@ def payloads(claims: list[Claim]) -> list[bytes]:
     return [claim.message.payload for claim in claims]
 
 
+@pytest.mark.requirement("S2-25")
 async def test_a_claim_passes_over_what_another_transaction_has_locked(room: Room, store: SQLStore) -> None:
-    """S2-25: workers do not wait for each other."""
+    """Workers do not wait for each other."""
     add(room, store, b"1", b"2", b"3")
 
     with locked(room, b"2"):
@@ -63,8 +64,9 @@ async def test_a_claim_passes_over_what_another_transaction_has_locked(room: Roo
     assert (payloads(beside), payloads(afterwards)) == ([b"1", b"3"], [b"2"])
 
 
+@pytest.mark.requirement("G6")
 async def test_nothing_of_a_key_overtakes_what_another_transaction_has_locked(room: Room, store: SQLStore) -> None:
-    """G6: what stands behind a message that cannot be had waits for it, and other keys do not."""
+    """What stands behind a message that cannot be had waits for it, and other keys do not."""
     add(room, store, b"a1", b"a2", b"a3", key="a")
     add(room, store, b"b1", key="b")
 
@@ -74,8 +76,9 @@ async def test_nothing_of_a_key_overtakes_what_another_transaction_has_locked(ro
     assert sorted(payloads(beside)) == [b"a1", b"b1"]
 
 
+@pytest.mark.requirement("G6")
 async def test_a_locked_head_holds_back_its_own_key_only(room: Room, store: SQLStore) -> None:
-    """G6: neither is anything of its key claimed, nor is it waited for."""
+    """Neither is anything of its key claimed, nor is it waited for."""
     add(room, store, b"a1", b"a2", key="a")
     add(room, store, b"b1", key="b")
 

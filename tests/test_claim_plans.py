@@ -155,9 +155,10 @@ def postgres_statements() -> dict[str, tuple[Statement, set[str]]]:
     }
 
 
+@pytest.mark.requirement("S2-09", "S2-10", "S4-06")
 @pytest.mark.parametrize("statistics", ["none", "fresh", "stale"])
 async def test_every_frequent_statement_uses_the_index_made_for_it(postgres_dsn: str, statistics: Statistics) -> None:
-    """S2-09, S2-10, S4-06: with or without statistics nothing is scanned, sorted or fetched in bulk."""
+    """With or without statistics nothing is scanned, sorted or fetched in bulk."""
     async with backlog(postgres_dsn, statistics, 50_000) as connection:
         for name, (statement, indexes) in postgres_statements().items():
             plan = await explained(connection, statement)
@@ -170,9 +171,10 @@ async def test_every_frequent_statement_uses_the_index_made_for_it(postgres_dsn:
             assert used - wanted <= {"postroom_outbox_pkey"}, name
 
 
+@pytest.mark.requirement("S2-09", "S2-10")
 @pytest.mark.parametrize("name", ["loose", "seen", "walked", "suspect"])
 async def test_a_claim_reads_no_more_when_the_backlog_is_fifty_times_as_long(postgres_dsn: str, name: str) -> None:
-    """S2-09, S2-10: the cost of a claim is that of its batch."""
+    """The cost of a claim is that of its batch."""
     statement, _ = postgres_statements()[name]
     async with backlog(postgres_dsn, "fresh", 1_000) as connection:
         small = buffers(await explained(connection, statement))
@@ -184,9 +186,10 @@ async def test_a_claim_reads_no_more_when_the_backlog_is_fifty_times_as_long(pos
     assert large <= 3 * small + 100, (large, small)
 
 
+@pytest.mark.requirement("G13", "S2-09")
 @pytest.mark.parametrize("statistics", ["fresh", "stale"])
 async def test_parked_messages_cost_claims_nothing(postgres_dsn: str, statistics: Statistics) -> None:
-    """G13, S2-09: with a hundred thousand of them; and what looks for them reads what it returns, whoever counts."""
+    """With a hundred thousand of them; and what looks for them reads what it returns, whoever counts."""
     names = ["loose", "loose from the newest", "seen", "seen from the newest", "suspect", "oldest with a key"]
     statements = postgres_statements()
     async with backlog(postgres_dsn, statistics, 1_000) as connection:
@@ -205,8 +208,9 @@ async def test_parked_messages_cost_claims_nothing(postgres_dsn: str, statistics
         assert buffers(plan) < 40 * LIMIT, (name, buffers(plan))
 
 
+@pytest.mark.requirement("S2-09")
 async def test_claims_of_one_connection_stay_cheap_when_a_burst_fills_a_small_table(postgres_dsn: str) -> None:
-    """S2-09: a plan that was kept from the time when the table was small would read all of it."""
+    """A plan that was kept from the time when the table was small would read all of it."""
     store = PostgresStore(postgres_dsn, connections=1)
     await store.apply_schema()
     await store.open()
@@ -287,8 +291,9 @@ def stepwise_statements(dialect: Dialect) -> dict[str, tuple[Statement, set[str]
     }
 
 
+@pytest.mark.requirement("S2-09", "S2-10", "S4-06")
 def test_sqlite_uses_the_index_made_for_each_step(sqlite_path: Path) -> None:
-    """S2-09, S2-10, S4-06: no step scans or sorts."""
+    """No step scans or sorts."""
     with closing(sqlite3.connect(sqlite_path)) as connection:
         SQLiteStore.create_tables(connection)
         for name, (statement, indexes) in stepwise_statements(SQLite(Names())).items():
@@ -316,8 +321,9 @@ SQLITE_PARKED = """
     """
 
 
+@pytest.mark.requirement("G13")
 async def test_sqlite_steps_over_parked_messages(sqlite_path: Path) -> None:
-    """G13: a hundred thousand of them take no more steps than some."""
+    """A hundred thousand of them take no more steps than some."""
     store = SQLiteStore(sqlite_path)
     await store.apply_schema()
     with closing(sqlite3.connect(sqlite_path)) as connection:
@@ -368,9 +374,10 @@ MARIADB_PARKED = """
     """
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.parametrize("statistics", ["SELECT 1", "ANALYZE TABLE postroom_outbox"], ids=["without", "fresh"])
 async def test_mariadb_steps_over_parked_messages(mariadb_dsn: str, statistics: str) -> None:
-    """G13: counted by the server itself; a hundred thousand of them are read by those alone that look for them."""
+    """Counted by the server itself; a hundred thousand of them are read by those alone that look for them."""
     store = MySQLStore(mariadb_dsn)
     await store.apply_schema()
     await store.close()
@@ -417,8 +424,9 @@ MARIADB_FILL = """
     """
 
 
+@pytest.mark.requirement("S2-09", "S2-10", "S4-06")
 async def test_mariadb_reads_by_the_right_index_and_no_more_than_it_takes(mariadb_dsn: str) -> None:
-    """S2-09, S2-10, S4-06: counted by the server itself, row by row, with and without fresh statistics."""
+    """Counted by the server itself, row by row, with and without fresh statistics."""
     store = MySQLStore(mariadb_dsn)
     await store.apply_schema()
     await store.close()
@@ -453,11 +461,12 @@ async def test_mariadb_reads_by_the_right_index_and_no_more_than_it_takes(mariad
 # -- progress ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G6")
 @pytest.mark.parametrize("kind", DATABASES)
 async def test_a_key_behind_more_blocked_keys_than_a_claim_looks_at_gets_its_turn(
     request: pytest.FixtureRequest, kind: str
 ) -> None:
-    """G6: the walk over the keys goes on where the last one ended, in every dialect."""
+    """The walk over the keys goes on where the last one ended, in every dialect."""
     store, add = await outbox_of(request, kind)
     await store.apply_schema()
     await store.open()
@@ -525,8 +534,9 @@ def _run_postgres(where: str, text: str, rows: Sequence[tuple[str | None, int]])
 # -- order ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G6")
 async def test_nothing_is_claimed_behind_a_head_that_another_claim_has_locked(postgres_dsn: str) -> None:
-    """G6: wherever the walk begins, also at the greatest key, after which it comes to the same key again."""
+    """Wherever the walk begins, also at the greatest key, after which it comes to the same key again."""
     store = PostgresStore(postgres_dsn)
     await store.apply_schema()
     await store.open()
@@ -546,11 +556,12 @@ async def test_nothing_is_claimed_behind_a_head_that_another_claim_has_locked(po
     assert len(freed) == 32
 
 
+@pytest.mark.requirement("G2", "G6")
 @pytest.mark.parametrize("kind", DATABASES)
 async def test_a_key_behind_a_clogged_window_gets_its_turn_though_every_claim_finds_something(
     request: pytest.FixtureRequest, kind: str
 ) -> None:
-    """G2, G6: a busy key before the blocked ones does not keep claims from looking behind them."""
+    """A busy key before the blocked ones does not keep claims from looking behind them."""
     store, add = await outbox_of(request, kind)
     await store.apply_schema()
     await store.open()
@@ -569,8 +580,9 @@ async def test_a_key_behind_a_clogged_window_gets_its_turn_though_every_claim_fi
     assert claimed == {"hot", "zebra", "aardvark"}
 
 
+@pytest.mark.requirement("G4", "S2-50")
 async def test_a_claim_on_postgresql_asks_no_more_once_it_has_taken_something(postgres_dsn: str) -> None:
-    """G4, S2-50: each statement commits, so what one took must not depend on whether the next one succeeds."""
+    """Each statement commits, so what one took must not depend on whether the next one succeeds."""
     store = PostgresStore(postgres_dsn)
     await store.apply_schema()
     await store.open()

@@ -257,8 +257,9 @@ async def test_only_a_claim_that_begins_with_the_newest_sees_what_was_added_behi
     assert seen == [True, True, False, False] * 2
 
 
+@pytest.mark.requirement("G13")
 async def test_a_hint_begins_claims_with_the_newest_but_the_oldest_get_their_turn() -> None:
-    """G13: messages that are added at a high rate do not keep old ones waiting for ever."""
+    """Messages that are added at a high rate do not keep old ones waiting for ever."""
     claiming = _claiming(500)
     claiming.report(_claimed(500), sent=0)
 

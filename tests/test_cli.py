@@ -182,8 +182,9 @@ def test_a_default_is_shown_as_it_would_be_written() -> None:
 # -- schema ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S1-04", "S1-10", "S1-12")
 def test_apply_creates_the_tables_and_says_so_and_check_agrees(url: str) -> None:
-    """S1-04, S1-10, S1-12: explicit, and to run it again changes nothing."""
+    """Explicit, and to run it again changes nothing."""
     if url.startswith("sqlite"):
         sqlite3.connect(url.removeprefix("sqlite:///")).close()  # check does not make a file, so there must be one
 
@@ -331,8 +332,9 @@ def test_tables_of_an_older_version_are_one_line_until_they_are_upgraded(sqlite_
     assert (after.exit_code, after.stdout) == (0, "postroom_outbox is as version 3.1 needs it\n")
 
 
+@pytest.mark.requirement("S1-09")
 def test_an_upgrade_is_printed_from_the_version_that_is_there(sqlite_path: Path) -> None:
-    """S1-09: a migration that was made of an earlier print needs the rest, and nothing else."""
+    """A migration that was made of an earlier print needs the rest, and nothing else."""
     earlier(SQLiteRoom(str(sqlite_path)), "2")
 
     printed = call("schema", "print", "--dialect", "sqlite", "--from", "2")
@@ -354,9 +356,10 @@ def test_apply_in_json_says_what_it_did(sqlite_path: Path) -> None:
     assert answer["mended"] == [f"tables {TABLES.replace('postroom_outbox', 'mail')} are missing"]
 
 
+@pytest.mark.requirement("S1-09")
 @pytest.mark.parametrize("dialect", ["postgresql", "mysql", "sqlite"])
 def test_the_sql_is_printed_offline_and_in_json(dialect: str) -> None:
-    """S1-09: for migrations of one's own."""
+    """For migrations of one's own."""
     text = call("schema", "print", "--dialect", dialect, "--table", "mail")
     answer = call("schema", "print", "--dialect", dialect, "--table", "mail", "--json")
 
@@ -367,8 +370,9 @@ def test_the_sql_is_printed_offline_and_in_json(dialect: str) -> None:
     assert "postroom_outbox" not in text.stdout
 
 
+@pytest.mark.requirement("S1-09")
 def test_the_printed_sql_makes_tables_that_check_accepts(sqlite_path: Path) -> None:
-    """S1-09: what is printed is what `apply` would run."""
+    """What is printed is what `apply` would run."""
     printed = call("schema", "print", "--dialect", "sqlite")
     with closing(sqlite3.connect(sqlite_path)) as connection:
         connection.executescript(printed.stdout)
@@ -378,8 +382,9 @@ def test_the_printed_sql_makes_tables_that_check_accepts(sqlite_path: Path) -> N
     assert (check.exit_code, check.stdout) == (0, "postroom_outbox is as version 3.1 needs it\n")
 
 
+@pytest.mark.requirement("S1-11")
 def test_the_printed_sql_can_name_a_schema_of_postgresql_only() -> None:
-    """S1-11: names are configurable, and checked."""
+    """Names are configurable, and checked."""
     named = call("schema", "print", "--dialect", "postgresql", "--schema", "shop")
     elsewhere = call("schema", "print", "--dialect", "sqlite", "--schema", "shop")
     hostile = call("schema", "print", "--dialect", "sqlite", "--table", "x; DROP TABLE y")
@@ -399,8 +404,9 @@ def add_orders(path: Path, count: int) -> None:
             Outbox().add(connection, [{"number": number} for number in range(count)], topic="orders")
 
 
+@pytest.mark.requirement("S2-04")
 def test_status_tells_how_many_messages_are_in_each_state(sqlite_path: Path) -> None:
-    """S2-04: dead messages are visible to monitoring."""
+    """Dead messages are visible to monitoring."""
     add_orders(sqlite_path, 4)
     with closing(sqlite3.connect(sqlite_path)) as connection, connection:
         connection.execute("UPDATE postroom_outbox SET next_attempt_at = next_attempt_at - 90000")
@@ -427,8 +433,9 @@ def test_an_empty_outbox_has_no_oldest_message(url: str) -> None:
     assert json.loads(answer.stdout)["oldest_due"] is None
 
 
+@pytest.mark.requirement("G11")
 def test_a_count_that_reached_the_ceiling_is_shown_as_at_least_that(sqlite_path: Path) -> None:
-    """G11: counting is bounded, and says so."""
+    """Counting is bounded, and says so."""
     add_orders(sqlite_path, 10_001)
 
     text = call("status", "--store", f"sqlite:///{sqlite_path}")
@@ -591,8 +598,9 @@ def test_wrong_credentials_are_one_line_without_the_password(
     assert "hunter2" not in line
 
 
+@pytest.mark.requirement("S1-04")
 def test_a_missing_schema_is_one_line_that_says_what_to_run(url: str, sqlite_path: Path) -> None:
-    """S1-04: nothing creates tables by itself."""
+    """Nothing creates tables by itself."""
     sqlite3.connect(sqlite_path).close()
 
     assert "run `postroom schema apply`" in a_line(call("status", "--store", url), 1)
@@ -677,10 +685,11 @@ def test_main_takes_arguments_and_exits(capsys: pytest.CaptureFixture[str]) -> N
 # -- poolers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S2-49")
 def test_a_pooler_is_named_on_the_command_line_or_in_the_environment(
     private_pgbouncer: PgBouncer, postgres_dsn: str
 ) -> None:
-    """S2-49: without it, one line says which option is missing."""
+    """Without it, one line says which option is missing."""
     url = private_pgbouncer.through(postgres_dsn)
     refused = call("schema", "apply", "--store", url)
     applied = call("schema", "apply", "--store", url, "--pooler", "transaction")

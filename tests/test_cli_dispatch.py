@@ -105,8 +105,9 @@ BY_STATUS = "SELECT status, count(*) FROM postroom_outbox GROUP BY status"
 # -- one run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G6", "S2-36", "S2-37")
 def test_once_delivers_what_is_due_in_order_and_exits_with_0(url: str, sqlite_path: Path) -> None:
-    """S2-36, S2-37, G6: a whole run of the command, from the table to the lines."""
+    """A whole run of the command, from the table to the lines."""
     add(sqlite_path, [{"number": number} for number in range(50)], key="42")
 
     with dispatching("--store", url, "--broker", "stdout:", "--once", "--batch", "7") as process:
@@ -149,8 +150,9 @@ def test_a_bad_value_in_the_environment_is_named(url: str) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.requirement("S2-35")
 def test_settings_that_contradict_each_other_are_refused_before_anything_runs(url: str) -> None:
-    """S2-35: the poll interval is held against the lease."""
+    """The poll interval is held against the lease."""
     with dispatching("--store", url, "--broker", "stdout:", "--lease", "3s", "--poll-interval", "2s") as process:
         code, _, err = finished(process)
 
@@ -184,10 +186,11 @@ def test_a_stdout_broker_has_stdout_for_itself(url: str, sqlite_path: Path) -> N
     assert [json.loads(line)["event"] for line in err.splitlines()] == ["PrintsMessages", "Started", "Stopped"]
 
 
+@pytest.mark.requirement("G13", "S4-20")
 def test_once_exits_with_1_if_the_broker_was_down_and_spends_no_attempt(
     url: str, sqlite_path: Path, tmp_path: Path
 ) -> None:
-    """G13, S4-20: an outage costs no attempts and makes no dead letters."""
+    """An outage costs no attempts and makes no dead letters."""
     add(sqlite_path, [{"number": 1}])
 
     with dispatching("--store", url, "--broker", f"file:{tmp_path}/missing/x", "--once") as process:
@@ -198,8 +201,9 @@ def test_once_exits_with_1_if_the_broker_was_down_and_spends_no_attempt(
     assert rows(sqlite_path, "SELECT status, attempts FROM postroom_outbox") == [("pending", 0)]
 
 
+@pytest.mark.requirement("G2")
 def test_a_reader_that_goes_away_ends_the_dispatcher_and_loses_nothing(url: str, sqlite_path: Path) -> None:
-    """G2: as in `postroom dispatch --broker stdout: | head`."""
+    """As in `postroom dispatch --broker stdout: | head`."""
     add(sqlite_path, [{"number": 1}])
 
     with dispatching("--store", url, "--broker", "stdout:") as process:
@@ -217,9 +221,10 @@ def test_a_reader_that_goes_away_ends_the_dispatcher_and_loses_nothing(url: str,
 # -- signals and crashes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S2-34", "S4-12")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_signal_lets_a_delivery_under_way_finish(url: str, sqlite_path: Path, number: signal.Signals) -> None:
-    """S2-34, S4-12: the reader holds the delivery up until after the signal."""
+    """The reader holds the delivery up until after the signal."""
     add(sqlite_path, [{"number": 1, "text": LARGE}])
 
     with dispatching("--store", url, "--broker", "stdout:") as process:
@@ -235,8 +240,9 @@ def test_one_signal_lets_a_delivery_under_way_finish(url: str, sqlite_path: Path
     assert rows(sqlite_path, BY_STATUS) == [("delivered", 1)]
 
 
+@pytest.mark.requirement("S4-12")
 def test_what_cannot_finish_within_the_grace_is_given_back(url: str, sqlite_path: Path) -> None:
-    """S4-12: a stop is bounded, and the message is due for others at once."""
+    """A stop is bounded, and the message is due for others at once."""
     add(sqlite_path, [{"number": 1, "text": LARGE}])
 
     with dispatching("--store", url, "--broker", "stdout:", "--shutdown-grace", "100ms") as process:
@@ -248,8 +254,9 @@ def test_what_cannot_finish_within_the_grace_is_given_back(url: str, sqlite_path
     assert rows(sqlite_path, "SELECT status, attempts FROM postroom_outbox") == [("pending", 0)]
 
 
+@pytest.mark.requirement("G2", "S4-12")
 def test_a_second_signal_ends_at_once_and_the_message_comes_again(url: str, sqlite_path: Path) -> None:
-    """S4-12, G2: nobody reads, so only the second signal can end it before the grace is over."""
+    """Nobody reads, so only the second signal can end it before the grace is over."""
     add(sqlite_path, [{"number": 1, "text": LARGE}])
 
     with dispatching("--store", url, "--broker", "stdout:") as process:
@@ -270,8 +277,9 @@ def test_a_second_signal_ends_at_once_and_the_message_comes_again(url: str, sqli
     assert numbers(out) == [1]
 
 
+@pytest.mark.requirement("S4-12")
 def test_a_second_signal_ends_at_once_although_the_database_stands_still(url: str, sqlite_path: Path) -> None:
-    """S4-12: giving back is a courtesy, which the lease makes good if it cannot be had."""
+    """Giving back is a courtesy, which the lease makes good if it cannot be had."""
     add(sqlite_path, [{"number": 1, "text": LARGE}])
 
     with dispatching("--store", url, "--broker", "stdout:") as process, closing(sqlite3.connect(sqlite_path)) as lock:
@@ -290,8 +298,9 @@ def test_a_second_signal_ends_at_once_although_the_database_stands_still(url: st
     assert rows(sqlite_path, BY_STATUS) == [("processing", 1)]
 
 
+@pytest.mark.requirement("G2", "S2-03", "S2-33", "S2-50", "S4-20")
 def test_what_kill_9_interrupted_is_delivered_after_the_next_start(url: str, sqlite_path: Path, tmp_path: Path) -> None:
-    """G2, S2-03, S2-33, S2-50, S4-20: nothing is lost, and nobody has to repair anything."""
+    """Nothing is lost, and nobody has to repair anything."""
     count = 1500
     add(sqlite_path, [{"number": number} for number in range(count)])
     target = tmp_path / "messages.jsonl"
@@ -315,8 +324,9 @@ def test_what_kill_9_interrupted_is_delivered_after_the_next_start(url: str, sql
     assert set(numbers(target.read_bytes())) == set(range(count))
 
 
+@pytest.mark.requirement("S4-13")
 def test_a_dispatcher_whose_database_is_away_waits_for_it_and_can_be_stopped() -> None:
-    """S4-13: the loop continues; and a stop does not wait for a database that may never come."""
+    """The loop continues; and a stop does not wait for a database that may never come."""
     with dispatching("--store", "postgresql://app:hunter2@127.0.0.1:1/shop", "--broker", "stdout:") as process:
         line = read_line(process, "store call 'open' failed")
         process.terminate()
@@ -342,8 +352,9 @@ def test_wrong_credentials_end_the_dispatcher_in_one_line_without_the_password(p
     assert "hunter2" not in err
 
 
+@pytest.mark.requirement("S1-04")
 def test_a_missing_schema_ends_the_dispatcher_with_what_to_do(postgres_dsn: str) -> None:
-    """S1-04: nothing creates the tables but `postroom schema apply`."""
+    """Nothing creates the tables but `postroom schema apply`."""
     with dispatching("--store", postgres_dsn, "--broker", "stdout:") as process:
         code, _, err = finished(process)
 

@@ -74,8 +74,9 @@ async def test_a_store_in_memory_delivers_what_is_delayed_when_the_clock_says_so
     assert [claim.message.topic for claim in due] == ["reminders"]
 
 
+@pytest.mark.requirement("F-24")
 async def test_a_message_expires_when_the_clock_says_so() -> None:
-    """F-24: a deadline can be tested without waiting for it."""
+    """A deadline can be tested without waiting for it."""
     clock = VirtualClock()
     deadline = DeadlineMiddleware(clock=clock)
     message = Message(

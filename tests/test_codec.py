@@ -67,6 +67,7 @@ STRUCT_JSON = {"id": str(IDENTITY), "at": "2026-03-01T12:30:00Z", "items": ["a"]
 MODEL_JSON = {"id": str(IDENTITY), "at": "2026-03-01T12:30:00Z", "price": "1.10"}
 
 
+@pytest.mark.requirement("S1-23", "S2-25")
 @pytest.mark.parametrize(
     ("event", "expected"),
     [
@@ -92,7 +93,7 @@ MODEL_JSON = {"id": str(IDENTITY), "at": "2026-03-01T12:30:00Z", "price": "1.10"
     ids=["dict", "dataclass", "struct", "model", "mixed"],
 )
 def test_an_event_becomes_json_and_comes_back_as_plain_values(event: object, expected: object) -> None:
-    """S1-23, S2-25: a consumer needs no class of the producer's to read it."""
+    """A consumer needs no class of the producer's to read it."""
     codec = JSONCodec()
 
     payload = codec.encode(event)
@@ -111,6 +112,7 @@ CIRCLE: dict[str, object] = {}
 CIRCLE["self"] = CIRCLE
 
 
+@pytest.mark.requirement("G11", "S1-27")
 @pytest.mark.parametrize(
     "event",
     [
@@ -127,7 +129,7 @@ CIRCLE["self"] = CIRCLE
     ],
 )
 def test_what_has_no_json_form_is_refused_and_not_shown(event: object) -> None:
-    """S1-27, G11: the error names the type and what would do instead, never the value."""
+    """The error names the type and what would do instead, never the value."""
     with pytest.raises(
         EncodeError, match=r"pass a dict, dataclass, msgspec\.Struct, pydantic model or bytes"
     ) as caught:
@@ -136,9 +138,10 @@ def test_what_has_no_json_form_is_refused_and_not_shown(event: object) -> None:
     assert "canary" not in str(caught.value)
 
 
+@pytest.mark.requirement("G11")
 @pytest.mark.parametrize("payload", [b"", b"{", b"\xff", b"NaN", b"canary", b"[" * 100_000])
 def test_what_is_not_json_cannot_be_decoded(payload: bytes) -> None:
-    """G11: neither is it shown."""
+    """Neither is it shown."""
     with pytest.raises(DecodeError, match="decode it with the codec that encoded it") as caught:
         JSONCodec().decode(payload)
 
@@ -149,6 +152,7 @@ class HTTPServerStarted(NamedTuple):
     port: int
 
 
+@pytest.mark.requirement("S1-23")
 @pytest.mark.parametrize(
     ("event", "name"),
     [
@@ -159,16 +163,18 @@ class HTTPServerStarted(NamedTuple):
     ],
 )
 def test_a_type_is_the_name_of_the_class_in_dots(event: object, name: str) -> None:
-    """S1-23: the type of an event comes from its class."""
+    """The type of an event comes from its class."""
     assert type_name(event) == name
 
 
+@pytest.mark.requirement("F-23")
 def test_a_class_is_named_like_its_events() -> None:
-    """F-23: so that a handler can be added by the class."""
+    """So that a handler can be added by the class."""
     assert type_name(Item) == "item"
     assert type_name(HTTPServerStarted) == "http.server.started"
 
 
+@pytest.mark.requirement("F-23")
 @pytest.mark.parametrize(
     ("naming", "name"),
     [
@@ -179,13 +185,14 @@ def test_a_class_is_named_like_its_events() -> None:
     ],
 )
 def test_there_are_four_ways_to_name_a_type(naming: Naming, name: str) -> None:
-    """F-23: default, dot, kebab, snake."""
+    """Default, dot, kebab, snake."""
     assert named(HTTPServerStarted(80), naming) == name
     assert encoded(JSONCodec(), HTTPServerStarted(80), None, naming) == (b"[80]", name, "application/json")
 
 
+@pytest.mark.requirement("F-22", "S1-23")
 def test_an_event_without_a_class_of_its_own_is_named_like_its_topic() -> None:
-    """S1-23, F-22: a dict and raw bytes say nothing about what they are."""
+    """A dict and raw bytes say nothing about what they are."""
     codec = JSONCodec()
 
     assert encoded(codec, {"a": 1}, "orders") == (b'{"a":1}', "orders", "application/json")
@@ -195,8 +202,9 @@ def test_an_event_without_a_class_of_its_own_is_named_like_its_topic() -> None:
         encoded(codec, 3, "orders")
 
 
+@pytest.mark.requirement("F-22")
 def test_a_reader_decodes_as_its_codec_does() -> None:
-    """F-22: what is found out before the first payload does not change what comes of it."""
+    """What is found out before the first payload does not change what comes of it."""
 
     class Doubling(JSONCodec):
         def decode(self, payload: bytes, kind: Any = object, /) -> Any:  # noqa: ANN401

@@ -163,8 +163,9 @@ class Answering:
 # -- acknowledging -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-03")
 async def test_what_was_handled_is_acknowledged() -> None:
-    """F-03: success is an ack, and that is the default."""
+    """Success is an ack, and that is the default."""
 
     async def handler(_: Message) -> None:
         pass
@@ -175,8 +176,9 @@ async def test_what_was_handled_is_acknowledged() -> None:
     assert [type(event) for event in seen] == [events.Handled]
 
 
+@pytest.mark.requirement("F-03")
 async def test_an_error_is_a_nack_that_says_why() -> None:
-    """F-03: an exception is a nack with its error, after the backoff of its attempt."""
+    """An exception is a nack with its error, after the backoff of its attempt."""
 
     async def handler(_: Message) -> None:
         raise ValueError("no stock")
@@ -187,8 +189,9 @@ async def test_an_error_is_a_nack_that_says_why() -> None:
     assert [(event.attempt, event.error) for event in seen.of(events.HandlingFailed)] == [(3, "ValueError: no stock")]
 
 
+@pytest.mark.requirement("G8", "F-01")
 async def test_acknowledging_is_outside_of_every_middleware() -> None:
-    """F-01, G8: the broker hears of a message when the outermost middleware has ended."""
+    """The broker hears of a message when the outermost middleware has ended."""
     steps: list[str] = []
 
     async def outermost(message: Message, call_next: Next) -> Sequence[Message]:
@@ -207,8 +210,9 @@ async def test_acknowledging_is_outside_of_every_middleware() -> None:
     assert steps == ["handled", "outermost ended", "acked"]
 
 
+@pytest.mark.requirement("F-01")
 async def test_an_error_of_the_outermost_middleware_is_a_nack() -> None:
-    """F-01: a commit that fails after the handler ended well makes the message come again."""
+    """A commit that fails after the handler ended well makes the message come again."""
 
     async def commit(message: Message, call_next: Next) -> Sequence[Message]:
         await call_next(message)
@@ -222,8 +226,9 @@ async def test_an_error_of_the_outermost_middleware_is_a_nack() -> None:
     assert outcomes == [Retry("ConnectionError: commit failed", DELAY)]
 
 
+@pytest.mark.requirement("F-02")
 async def test_the_first_middleware_is_the_outermost() -> None:
-    """F-02: they are entered in the order of the list, and left in the other one."""
+    """They are entered in the order of the list, and left in the other one."""
     steps: list[str] = []
 
     def layer(name: str) -> Middleware:
@@ -243,8 +248,9 @@ async def test_the_first_middleware_is_the_outermost() -> None:
     assert steps == ["+a", "+b", "+c", "handler", "-c", "-b", "-a"]
 
 
+@pytest.mark.requirement("G9")
 async def test_a_rejection_is_told_as_one() -> None:
-    """G9: what can never succeed is not tried again."""
+    """What can never succeed is not tried again."""
 
     async def handler(_: Message) -> None:
         raise RejectError("no such customer")
@@ -256,8 +262,9 @@ async def test_a_rejection_is_told_as_one() -> None:
     assert seen.of(events.HandlingFailed) == []
 
 
+@pytest.mark.requirement("G9")
 async def test_a_payload_that_cannot_be_decoded_is_a_failure_like_any_other() -> None:
-    """G9: a newer version may read it, so it comes again until its attempts are spent."""
+    """A newer version may read it, so it comes again until its attempts are spent."""
 
     async def handler(_: dict[str, int]) -> None:
         raise AssertionError("it has nothing to handle")
@@ -269,9 +276,10 @@ async def test_a_payload_that_cannot_be_decoded_is_a_failure_like_any_other() ->
     assert seen.of(events.DeadLettered) == []
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.parametrize("error", [StoreUnavailableError("down"), StoreTimeoutError("slow"), CommitUnknownError()])
 async def test_a_database_that_is_away_costs_no_attempt(error: StoreError | CommitUnknownError) -> None:
-    """G13: an outage says nothing about the message, so it makes no dead letters however long it takes."""
+    """An outage says nothing about the message, so it makes no dead letters however long it takes."""
     error.is_outage = True
     left = 12
     letters: list[str] = []
@@ -297,8 +305,9 @@ async def test_a_database_that_is_away_costs_no_attempt(error: StoreError | Comm
     assert (left, letters) == (-1, [])
 
 
+@pytest.mark.requirement("G9")
 async def test_a_transaction_that_others_always_stand_in_the_way_of_is_put_aside() -> None:
-    """G9: a message that leads to a deadlock each time is poison like any other."""
+    """A message that leads to a deadlock each time is poison like any other."""
 
     async def handler(_: Message) -> None:
         raise StoreContentionError("deadlock")
@@ -308,8 +317,9 @@ async def test_a_transaction_that_others_always_stand_in_the_way_of_is_put_aside
     assert [type(outcome) for outcome in outcomes] == [Retry]
 
 
+@pytest.mark.requirement("G8")
 async def test_an_ack_that_fails_is_told_and_is_no_nack() -> None:
-    """G8: the effect is durable, so the message is not said to have failed; it comes again and is known then."""
+    """The effect is durable, so the message is not said to have failed; it comes again and is known then."""
     said: list[Outcome] = []
     seen = Seen()
 
@@ -328,8 +338,9 @@ async def test_an_ack_that_fails_is_told_and_is_no_nack() -> None:
     assert seen.of(events.HandlingFailed) == []
 
 
+@pytest.mark.requirement("G11")
 async def test_an_ack_that_never_returns_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G11: a broker that does not answer holds no handler for ever."""
+    """A broker that does not answer holds no handler for ever."""
     monkeypatch.setattr("postroom.consumer.PATIENCE", 10 * MS)
     seen = Seen()
 
@@ -359,8 +370,9 @@ async def test_an_ack_whose_future_the_brokers_library_cancelled_has_failed() ->
     assert [event.error for event in seen.of(events.AckFailed)] == ["CancelledError"]
 
 
+@pytest.mark.requirement("F-20")
 async def test_something_cancelled_inside_a_handler_is_an_error_of_the_message() -> None:
-    """F-20: a cancelled future that a handler waits for ends neither the task nor the consumer."""
+    """A cancelled future that a handler waits for ends neither the task nor the consumer."""
 
     async def handler(_: Message) -> None:
         raise asyncio.CancelledError
@@ -390,8 +402,9 @@ async def run_once(handler: Callable[..., Any], **choices: Any) -> tuple[list[Ou
     return desk.outcomes(), seen
 
 
+@pytest.mark.requirement("G9", "F-03")
 async def test_a_task_group_that_fails_is_an_error_of_the_message() -> None:
-    """G9, F-03: it is counted and told, and not taken for the end of the consumer."""
+    """It is counted and told, and not taken for the end of the consumer."""
 
     async def handler(_: Message) -> None:
         await failing_group(ValueError("bad answer"))
@@ -404,9 +417,10 @@ async def test_a_task_group_that_fails_is_an_error_of_the_message() -> None:
     assert seen.of(events.ConsumerStopped) == [events.ConsumerStopped(0)]
 
 
+@pytest.mark.requirement("G9")
 @pytest.mark.parametrize("is_direct", [True, False])
 async def test_a_group_of_rejections_is_one(is_direct: bool) -> None:  # noqa: FBT001
-    """G9: what can never be handled is dead at once, also if a task of the handler says so."""
+    """What can never be handled is dead at once, also if a task of the handler says so."""
 
     async def handler(_: Message) -> None:
         await failing_group(RejectError("never"))
@@ -425,8 +439,9 @@ async def test_a_group_with_an_error_that_may_pass_comes_again() -> None:
     assert [type(outcome) for outcome in outcomes] == [Retry]
 
 
+@pytest.mark.requirement("G9", "F-25")
 async def test_a_handler_that_is_too_slow_after_a_task_group_failed_is_late() -> None:
-    """G9, F-25: nobody else cancelled it, though there seem to be two requests."""
+    """Nobody else cancelled it, though there seem to be two requests."""
 
     async def handler(_: Message) -> None:
         with contextlib.suppress(ExceptionGroup):
@@ -452,8 +467,9 @@ async def test_something_cancelled_after_a_task_group_failed_is_an_error_of_the_
     assert outcomes == [Retry("CancelledError", DELAY)]
 
 
+@pytest.mark.requirement("F-25")
 async def test_what_ends_the_whole_program_says_nothing_of_messages() -> None:
-    """F-25: tasks are cancelled in any order then, and the consumer may be the last to hear of it."""
+    """Tasks are cancelled in any order then, and the consumer may be the last to hear of it."""
     desk, gate, seen = Desk(order()), Gate(), Seen()
     consumer = Consumer(desk, routed(gate), listener=seen.append)
     before = asyncio.all_tasks()
@@ -468,8 +484,9 @@ async def test_what_ends_the_whole_program_says_nothing_of_messages() -> None:
     assert seen.of(events.HandlingFailed) == []
 
 
+@pytest.mark.requirement("G9")
 async def test_an_error_that_cannot_be_told_is_told_by_its_name() -> None:
-    """G9: it does not end the consumer."""
+    """It does not end the consumer."""
 
     class SilentError(Exception):
         def __str__(self) -> str:
@@ -483,8 +500,9 @@ async def test_an_error_that_cannot_be_told_is_told_by_its_name() -> None:
     assert outcomes == [Retry("SilentError", DELAY)]
 
 
+@pytest.mark.requirement("F-25")
 async def test_a_handler_that_takes_too_long_is_cancelled_and_comes_again() -> None:
-    """F-25: the process timeout."""
+    """The process timeout."""
     ended: list[str] = []
 
     async def handler(_: Message) -> None:
@@ -531,8 +549,9 @@ async def test_a_publisher_gets_what_handlers_return() -> None:
     assert outcomes == [Delivered()]
 
 
+@pytest.mark.requirement("G2")
 async def test_outputs_that_nobody_takes_are_an_error_that_says_what_to_do() -> None:
-    """G2: what a handler returned is not lost without a word."""
+    """What a handler returned is not lost without a word."""
     outcomes, _ = await handled(two_outputs)
 
     assert len(outcomes) == 1
@@ -540,8 +559,9 @@ async def test_outputs_that_nobody_takes_are_an_error_that_says_what_to_do() -> 
     assert "nobody takes them; use transactional() or OutboxMiddleware, or pass publisher=" in outcomes[0].error
 
 
+@pytest.mark.requirement("F-04")
 async def test_forward_acknowledges_what_has_no_outputs() -> None:
-    """F-04: no outputs, so nobody else would."""
+    """No outputs, so nobody else would."""
 
     async def handler(_: Message) -> None:
         pass
@@ -551,8 +571,9 @@ async def test_forward_acknowledges_what_has_no_outputs() -> None:
     assert outcomes == [Delivered()]
 
 
+@pytest.mark.requirement("F-04")
 async def test_forward_acknowledges_when_all_final_outputs_are_delivered() -> None:
-    """F-04: it is the outputs of the whole chain that count, not those of the handler."""
+    """It is the outputs of the whole chain that count, not those of the handler."""
     publisher = Answering(Delivered())
 
     async def first_only(message: Message, call_next: Next) -> Sequence[Message]:
@@ -564,6 +585,7 @@ async def test_forward_acknowledges_when_all_final_outputs_are_delivered() -> No
     assert outcomes == [Delivered()]
 
 
+@pytest.mark.requirement("G13", "F-04")
 @pytest.mark.parametrize("acking", ["forward", "on_success"])
 @pytest.mark.parametrize(
     ("publisher", "outcome"),
@@ -589,7 +611,7 @@ async def test_forward_acknowledges_when_all_final_outputs_are_delivered() -> No
 async def test_an_output_that_is_not_delivered_makes_the_message_come_again(
     acking: str, publisher: Answering, outcome: Outcome
 ) -> None:
-    """F-04, G13: any output's nack is the input's, with a wait; an outage of its destination costs no attempt."""
+    """Any output's nack is the input's, with a wait; an outage of its destination costs no attempt."""
     outcomes, _ = await handled(two_outputs, acking=acking, publisher=publisher)
 
     assert outcomes == [outcome]
@@ -598,8 +620,9 @@ async def test_an_output_that_is_not_delivered_makes_the_message_come_again(
 # -- by hand -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-05")
 async def test_a_handler_may_acknowledge_by_hand() -> None:
-    """F-05: the handler asks for its delivery, and what it says counts."""
+    """The handler asks for its delivery, and what it says counts."""
 
     async def handler(_: Message, delivery: Delivery) -> None:
         await delivery.reject("by hand")
@@ -636,8 +659,9 @@ async def ack_by_hand(_: Message, delivery: Delivery) -> None:
         await delivery.ack()
 
 
+@pytest.mark.requirement("G6", "F-05")
 async def test_an_ack_by_hand_that_failed_holds_back_the_later_ones_of_its_key() -> None:
-    """G6, F-05: whatever the handler makes of the error, the message comes again, and those behind it after it."""
+    """Whatever the handler makes of the error, the message comes again, and those behind it after it."""
     desk, seen = Deaf(order(0, key="a"), order(1, key="a"), failure=ConnectionError("gone")), Seen()
 
     async with running(Consumer(desk, routed(ack_by_hand), acking="manual", listener=seen.append)):
@@ -647,8 +671,9 @@ async def test_an_ack_by_hand_that_failed_holds_back_the_later_ones_of_its_key()
     assert [event.error for event in seen.of(events.AckFailed)] == ["ConnectionError: gone"]
 
 
+@pytest.mark.requirement("F-05")
 async def test_an_ack_by_hand_is_told_though_the_handlers_time_is_over() -> None:
-    """F-05: a broker has a time of its own to take note."""
+    """A broker has a time of its own to take note."""
     desk, seen = Deaf(takes=0.05), Seen()
     consumer = Consumer(desk, routed(ack_by_hand), acking="manual", timeout=10 * MS, listener=seen.append)
 
@@ -658,8 +683,9 @@ async def test_an_ack_by_hand_is_told_though_the_handlers_time_is_over() -> None
     assert seen.of(events.AckFailed) == []
 
 
+@pytest.mark.requirement("G6", "G11")
 async def test_an_ack_by_hand_that_never_returns_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G6, G11: it may be heard or not, so those behind it wait for it to come again."""
+    """It may be heard or not, so those behind it wait for it to come again."""
     monkeypatch.setattr("postroom.consumer.PATIENCE", 10 * MS)
     desk, seen = Deaf(order(0, key="a"), order(1, key="a"), takes=3600), Seen()
     consumer = Consumer(desk, routed(ack_by_hand), acking="manual", timeout=10 * MS, listener=seen.append)
@@ -671,8 +697,9 @@ async def test_an_ack_by_hand_that_never_returns_is_given_up(monkeypatch: pytest
     assert [event.error for event in seen.of(events.AckFailed)] == ["TimeoutError"]
 
 
+@pytest.mark.requirement("F-05")
 async def test_what_a_handler_leaves_open_stays_open() -> None:
-    """F-05: to return says nothing of the message."""
+    """To return says nothing of the message."""
     held: list[Delivery] = []
 
     async def handler(delivery: Delivery) -> None:
@@ -684,8 +711,9 @@ async def test_what_a_handler_leaves_open_stays_open() -> None:
     assert held[0].outcome is None
 
 
+@pytest.mark.requirement("F-05")
 async def test_an_error_nacks_what_the_handler_has_not_settled() -> None:
-    """F-05: an exception still nacks."""
+    """An exception still nacks."""
 
     async def handler(_: Delivery) -> None:
         raise ValueError("no stock")
@@ -695,8 +723,9 @@ async def test_an_error_nacks_what_the_handler_has_not_settled() -> None:
     assert outcomes == [Retry("ValueError: no stock", DELAY)]
 
 
+@pytest.mark.requirement("F-05", "F-06")
 async def test_an_error_after_an_ack_by_hand_changes_nothing() -> None:
-    """F-05, F-06: the first settlement counts."""
+    """The first settlement counts."""
 
     async def handler(delivery: Delivery) -> None:
         await delivery.ack()
@@ -707,8 +736,9 @@ async def test_an_error_after_an_ack_by_hand_changes_nothing() -> None:
     assert outcomes == [Delivered()]
 
 
+@pytest.mark.requirement("G11", "F-05")
 async def test_what_is_held_by_hand_takes_up_room_until_it_is_settled() -> None:
-    """F-05, G11: a handler that returns at once cannot gather deliveries without end, and order per key holds."""
+    """A handler that returns at once cannot gather deliveries without end, and order per key holds."""
     desk, held = Desk(*[order(n, key="k" if n < 2 else None) for n in range(6)]), dict[int, Delivery]()
 
     async def handler(message: Message, delivery: Delivery) -> None:
@@ -727,8 +757,9 @@ async def test_what_is_held_by_hand_takes_up_room_until_it_is_settled() -> None:
         await held[5].ack()
 
 
+@pytest.mark.requirement("F-05", "F-25")
 async def test_what_is_held_by_hand_at_the_end_is_released() -> None:
-    """F-05, F-25: nobody is left to say something of it."""
+    """Nobody is left to say something of it."""
     desk, held = Desk(order(1), order(2, key="k"), order(3, key="k")), list[Delivery]()
 
     async def handler(delivery: Delivery) -> None:
@@ -770,8 +801,9 @@ class Gate:
         self.ended.append(number)
 
 
+@pytest.mark.requirement("G11", "F-25")
 async def test_never_more_are_handled_or_taken_than_there_is_room_for() -> None:
-    """F-25, G11: concurrency handlers at a time, and buffer more that wait."""
+    """Concurrency handlers at a time, and buffer more that wait."""
     desk, gate = Desk(*map(order, range(20))), Gate()
     consumer = Consumer(desk, routed(gate), concurrency=3, buffer=2)
 
@@ -787,8 +819,9 @@ async def test_never_more_are_handled_or_taken_than_there_is_room_for() -> None:
     assert desk.outcomes() == [Delivered()] * 20
 
 
+@pytest.mark.requirement("F-25")
 async def test_without_a_buffer_only_what_is_handled_is_taken() -> None:
-    """F-25: the next delivery is asked for when a handler is free."""
+    """The next delivery is asked for when a handler is free."""
     desk, gate = Desk(*map(order, range(3))), Gate()
 
     async with running(Consumer(desk, routed(gate), concurrency=1, buffer=0)):
@@ -800,8 +833,9 @@ async def test_without_a_buffer_only_what_is_handled_is_taken() -> None:
         await until(lambda: len(gate.ended) == 3, "everything being handled")
 
 
+@pytest.mark.requirement("G6", "F-25")
 async def test_messages_of_a_key_follow_each_other_and_keys_go_side_by_side() -> None:
-    """G6, F-25: two keys and one without are at work together, and each key in its order."""
+    """Two keys and one without are at work together, and each key in its order."""
     keys = ["a", "a", "b", "a", None, None]
     desk, gate = Desk(*[order(n, key=key) for n, key in enumerate(keys)]), Gate()
 
@@ -831,8 +865,9 @@ async def test_what_a_handler_leaves_in_its_context_is_none_of_the_next_ones() -
     assert desk.outcomes() == [Delivered()] * 3
 
 
+@pytest.mark.requirement("G6")
 async def test_once_one_of_a_key_fails_those_behind_it_are_released() -> None:
-    """G6: what was taken already comes again after it; other keys do not notice."""
+    """What was taken already comes again after it; other keys do not notice."""
     keys = ["a", "a", "b", "a"]
     desk, gate = Desk(*[order(n, key=key) for n, key in enumerate(keys)]), Gate()
     gate.failing = {0}
@@ -850,8 +885,9 @@ async def test_once_one_of_a_key_fails_those_behind_it_are_released() -> None:
     assert (2, Delivered()) in desk.told
 
 
+@pytest.mark.requirement("G6")
 async def test_an_ack_that_failed_holds_back_the_later_ones_of_its_key() -> None:
-    """G6: the message comes again, so those behind it must come after it."""
+    """The message comes again, so those behind it must come after it."""
 
     class Deaf(Desk):
         def deliver(self, message: Message) -> Delivery:
@@ -873,8 +909,9 @@ async def test_an_ack_that_failed_holds_back_the_later_ones_of_its_key() -> None
     assert (gate.begun, desk.told) == ([0], [(1, Release())])
 
 
+@pytest.mark.requirement("G6", "G7")
 async def test_a_failed_message_of_a_key_comes_again_before_the_next() -> None:
-    """G6, G7: with a broker that keeps order, handlers see it too, whatever fails."""
+    """With a broker that keeps order, handlers see it too, whatever fails."""
     broker, order_of_ends, failed = MemoryBroker(), list[bytes](), set[bytes]()
     await_all = 40
 
@@ -901,8 +938,9 @@ async def test_a_failed_message_of_a_key_comes_again_before_the_next() -> None:
 # -- sources -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-25", "S1-30", "S1-32")
 async def test_an_outbox_can_be_consumed_without_a_broker() -> None:
-    """F-25, S1-30, S1-32: what `OutboxSubscriber` hands out is handled, recorded, and comes again when it failed."""
+    """What `OutboxSubscriber` hands out is handled, recorded, and comes again when it failed."""
     store, seen = MemoryStore(), list[tuple[bytes, int]]()
     with store.transaction() as transaction:
         Outbox().add(transaction, [{"n": n} for n in range(20)], topic="orders", type="order.placed")
@@ -920,8 +958,9 @@ async def test_an_outbox_can_be_consumed_without_a_broker() -> None:
     assert (b'{"n":3}', 2) in seen
 
 
+@pytest.mark.requirement("F-25", "S1-37")
 async def test_what_a_consumer_of_an_outbox_did_not_begin_is_pending_again() -> None:
-    """F-25, S1-37: it is released with its attempt, and what was handled is recorded."""
+    """It is released with its attempt, and what was handled is recorded."""
     store, gate = MemoryStore(), Gate()
     with store.transaction() as transaction:
         Outbox().add(
@@ -942,8 +981,9 @@ async def test_what_a_consumer_of_an_outbox_did_not_begin_is_pending_again() -> 
 # -- ending ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-25")
 async def test_stopping_lets_handlers_end_and_releases_what_has_not_begun() -> None:
-    """F-25: no more is taken, nothing is cancelled within the grace."""
+    """No more is taken, nothing is cancelled within the grace."""
     desk, gate, seen = Desk(*map(order, range(9))), Gate(), Seen()
     consumer = Consumer(desk, routed(gate), concurrency=2, buffer=2, listener=seen.append)
 
@@ -968,8 +1008,9 @@ async def test_stopping_lets_handlers_end_and_releases_what_has_not_begun() -> N
     assert seen[-1] == events.ConsumerStopped(2)
 
 
+@pytest.mark.requirement("G2", "F-25")
 async def test_after_the_grace_handlers_are_cancelled_and_released() -> None:
-    """F-25, G2: the end of the process says nothing of the message."""
+    """The end of the process says nothing of the message."""
     desk, gate, seen = Desk(order(1)), Gate(), Seen()
     consumer = Consumer(desk, routed(gate), shutdown_grace=10 * MS, listener=seen.append)
 
@@ -982,8 +1023,9 @@ async def test_after_the_grace_handlers_are_cancelled_and_released() -> None:
     assert seen.of(events.HandlingFailed) == []
 
 
+@pytest.mark.requirement("G13", "F-25")
 async def test_an_error_that_comes_of_the_end_is_not_the_messages() -> None:
-    """F-25, G13: a connection that breaks because its handler was cancelled costs no attempt, and ends nothing else."""
+    """A connection that breaks because its handler was cancelled costs no attempt, and ends nothing else."""
     desk, seen, begun = Desk(order(1)), Seen(), asyncio.Event()
 
     async def handler(_: Message) -> None:
@@ -1001,8 +1043,9 @@ async def test_an_error_that_comes_of_the_end_is_not_the_messages() -> None:
     assert seen.of(events.HandlingFailed) == []
 
 
+@pytest.mark.requirement("F-25")
 async def test_a_second_stop_soon_cancels_handlers() -> None:
-    """F-25: who asks twice does not want to wait."""
+    """Who asks twice does not want to wait."""
     desk, gate = Desk(order(1)), Gate()
     consumer = Consumer(desk, routed(gate), shutdown_grace=timedelta(hours=1))
 
@@ -1018,8 +1061,9 @@ async def test_a_second_stop_soon_cancels_handlers() -> None:
     assert desk.told == [(1, Release())]
 
 
+@pytest.mark.requirement("F-25")
 async def test_what_is_released_at_the_end_is_not_read_again() -> None:
-    """F-25: each delivery is counted once, also if nobody wants to wait."""
+    """Each delivery is counted once, also if nobody wants to wait."""
     broker, seen = MemoryBroker(), Seen()
     consumer = Consumer(broker.subscribe("orders", group="g"), routed(Gate()), listener=seen.append)
     await broker.publish_batch([order(number, key=str(number)) for number in range(8)])
@@ -1054,8 +1098,9 @@ async def test_a_consumer_that_was_stopped_before_it_ran_takes_nothing() -> None
     assert desk.outcomes() == [Release()] * desk.taken
 
 
+@pytest.mark.requirement("G2", "F-25")
 async def test_an_error_of_the_subscriber_ends_the_consumer_after_its_handlers() -> None:
-    """F-25, G2: what is at work is finished and acknowledged first."""
+    """What is at work is finished and acknowledged first."""
     desk, gate = Desk(order(1), error=ConnectionError("the broker is gone")), Gate()
     consumer = Consumer(desk, routed(gate))
     task = asyncio.create_task(consumer.run())
@@ -1071,8 +1116,9 @@ async def test_an_error_of_the_subscriber_ends_the_consumer_after_its_handlers()
     assert (desk.told, desk.is_left) == ([(1, Delivered())], True)
 
 
+@pytest.mark.requirement("S1-30")
 async def test_a_consumer_ends_with_its_subscriber() -> None:
-    """S1-30: a stream that ends is no error."""
+    """A stream that ends is no error."""
     desk, gate = Desk(order(1)), Gate()
     desk.changed.set()
     gate.open.set()
@@ -1082,9 +1128,10 @@ async def test_a_consumer_ends_with_its_subscriber() -> None:
     assert desk.told == [(1, Delivered())]
 
 
+@pytest.mark.requirement("F-20", "F-25")
 @pytest.mark.parametrize("steps", range(12))
 async def test_a_cancelled_consumer_leaves_no_task_and_holds_no_delivery(steps: int) -> None:
-    """F-25, F-20: wherever the cancellation strikes."""
+    """Wherever the cancellation strikes."""
     before = asyncio.all_tasks()
     broker, begun = MemoryBroker(), list[bytes]()
     await broker.publish_batch([])
@@ -1113,8 +1160,9 @@ async def test_a_cancelled_consumer_leaves_no_task_and_holds_no_delivery(steps: 
     assert [m.payload for m in again if m.key] == [b"1", b"3", b"5", b"7", b"9"]
 
 
+@pytest.mark.requirement("F-25")
 async def test_a_cancelled_consumer_takes_no_more() -> None:
-    """F-25: the room that cancelled handlers leave is not filled again."""
+    """The room that cancelled handlers leave is not filled again."""
     desk, gate = Desk(*map(order, range(9))), Gate()
     task = asyncio.create_task(Consumer(desk, routed(gate), concurrency=2, buffer=0).run())
     await until(lambda: gate.inside == 2, "all the room being taken")
@@ -1125,8 +1173,9 @@ async def test_a_cancelled_consumer_takes_no_more() -> None:
     assert (desk.taken, desk.outcomes(), desk.is_left) == (2, [Release(), Release()], True)
 
 
+@pytest.mark.requirement("F-20")
 async def test_a_handler_that_ends_the_process_ends_the_consumer() -> None:
-    """F-20: what is no error of a message is not swallowed, and the message comes again."""
+    """What is no error of a message is not swallowed, and the message comes again."""
 
     class End(BaseException):
         pass
@@ -1158,8 +1207,9 @@ class Serving:
         return await call_next(message)
 
 
+@pytest.mark.requirement("S1-40")
 async def test_a_service_of_a_middleware_runs_as_long_as_the_consumer() -> None:
-    """S1-40: it is cancelled at the end, after the last handler."""
+    """It is cancelled at the end, after the last handler."""
     steps, gate, desk = list[str](), Gate(), Desk(order(1))
 
     async def serve(tell: events.Listener) -> None:
@@ -1191,8 +1241,9 @@ async def test_a_service_that_has_nothing_to_do_stops_nobody() -> None:
         await until(lambda: desk.outcomes() == [Delivered()] * 2, "both messages being handled")
 
 
+@pytest.mark.requirement("S1-40")
 async def test_a_service_that_fails_ends_the_consumer_with_its_error() -> None:
-    """S1-40: an inbox that is never cleaned would grow without a word."""
+    """An inbox that is never cleaned would grow without a word."""
 
     async def serve(_: events.Listener) -> None:
         raise LookupError("no such table")
@@ -1201,8 +1252,9 @@ async def test_a_service_that_fails_ends_the_consumer_with_its_error() -> None:
         await asyncio.wait_for(Consumer(Desk(), Router(), Serving(serve)).run(), 10)
 
 
+@pytest.mark.requirement("S1-06")
 async def test_a_wrong_order_is_refused_before_a_message_is_taken() -> None:
-    """S1-06: at the start, and the consumer says that it has ended."""
+    """At the start, and the consumer says that it has ended."""
     desk = Desk(order(1))
     consumer = Consumer(desk, Router(), RetryMiddleware(), RetryMiddleware())
 
@@ -1213,8 +1265,9 @@ async def test_a_wrong_order_is_refused_before_a_message_is_taken() -> None:
     assert desk.taken == 0
 
 
+@pytest.mark.requirement("S1-41")
 async def test_middlewares_may_refuse_a_broker_by_how_long_it_remembers() -> None:
-    """S1-41: they are told at the start, before a message is taken."""
+    """They are told at the start, before a message is taken."""
     desk = Desk(order(1))
     desk.redelivery_horizon = timedelta(days=30)
 
@@ -1236,8 +1289,9 @@ async def test_middlewares_may_refuse_a_broker_by_how_long_it_remembers() -> Non
 # -- time limits -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-25")
 async def test_each_piece_of_work_has_the_whole_time_of_a_limit() -> None:
-    """F-25: one timer for many, and none of them is cut short or forgotten."""
+    """One timer for many, and none of them is cut short or forgotten."""
     limit, loop = Limit(50 * MS), asyncio.get_running_loop()
     took: list[float] = []
 
@@ -1266,8 +1320,9 @@ async def test_work_that_ends_in_time_is_not_cancelled_later() -> None:
         await asyncio.Event().wait()
 
 
+@pytest.mark.requirement("F-20")
 async def test_a_task_that_somebody_cancels_is_cancelled_and_not_late() -> None:
-    """F-20: also when its time is over at the same moment."""
+    """Also when its time is over at the same moment."""
     limit = Limit(10 * MS)
 
     async def work() -> None:
@@ -1322,8 +1377,9 @@ def test_a_limit_works_in_one_loop_after_another() -> None:
     assert [asyncio.run(late()), asyncio.run(late())] == ["late", "late"]
 
 
+@pytest.mark.requirement("G11")
 def test_a_limit_outlives_a_loop_that_was_closed_with_work_in_it() -> None:
-    """G11: what can never end there holds up nothing elsewhere."""
+    """What can never end there holds up nothing elsewhere."""
     limit, loop = Limit(5 * MS), asyncio.new_event_loop()
 
     async def work() -> str:

@@ -295,10 +295,11 @@ def cleaned_single(shop: Shop) -> tuple[Middleware, ...]:
     return TransactionMiddleware(shop.store), InboxMiddleware(inbox, cleanup_interval=OFTEN)
 
 
+@pytest.mark.requirement("S1-05", "S1-38", "S1-40")
 @pytest.mark.parametrize("stack", [cleaned_whole, cleaned_single])
 @pytest.mark.parametrize("family", [PG, MY, LITE])
 async def test_every_stack_cleans_its_inbox(request: pytest.FixtureRequest, family: str, stack: Stack) -> None:
-    """S1-05, S1-38, S1-40: marks would grow for ever, in a stack of single middlewares as in the whole one."""
+    """Marks would grow for ever, in a stack of single middlewares as in the whole one."""
     async with shop_on(family, request) as shop:
         async with TransactionMiddleware(shop.store).transactions.begin() as opened:
             for _ in range(3):
@@ -311,8 +312,9 @@ async def test_every_stack_cleans_its_inbox(request: pytest.FixtureRequest, fami
         assert await shop.marks() == 0
 
 
+@pytest.mark.requirement("S1-05", "S1-38")
 async def test_an_inbox_in_redis_forgets_by_itself_in_every_stack(redis_url: str) -> None:
-    """S1-05, S1-38: a mark ends with its retention, and the cleanup finds nothing to do, nor to complain of."""
+    """A mark ends with its retention, and the cleanup finds nothing to do, nor to complain of."""
     client = redis.asyncio.Redis.from_url(redis_url, retry=None)
     transactions = RedisTransactions(client, tag=f"t{uuid7().hex}", profile="volatile")
     inbox, message = RedisInbox("stock", retention=timedelta(hours=1)), order()

@@ -46,8 +46,9 @@ async def place(order: PlaceOrder) -> OrderPlaced:
     return OrderPlaced(order.order_id)
 
 
+@pytest.mark.requirement("F-22")
 async def test_a_command_becomes_events_with_an_envelope() -> None:
-    """F-22: id, specversion, type, source and time are made, and what was configured stands beside them."""
+    """Id, specversion, type, source and time are made, and what was configured stands beside them."""
     handler = command_handler(place, source="/orders", topic="orders", headers={"ce-dataschema": "v1"})
     before = datetime.now(UTC)
 
@@ -72,6 +73,7 @@ async def test_a_command_becomes_events_with_an_envelope() -> None:
     assert event.id != command().id
 
 
+@pytest.mark.requirement("F-23")
 @pytest.mark.parametrize(
     ("naming", "taken", "made"),
     [
@@ -82,7 +84,7 @@ async def test_a_command_becomes_events_with_an_envelope() -> None:
     ],
 )
 async def test_types_are_named_by_a_strategy(naming: Naming, taken: str, made: list[str]) -> None:
-    """F-23: default, dot, kebab and snake, for commands and events alike, and for topics that nobody gave."""
+    """Default, dot, kebab and snake, for commands and events alike, and for topics that nobody gave."""
 
     async def handle(order: PlaceOrder) -> list[object]:
         return [OrderPlaced(order.order_id), HTTPCallMade(200)]
@@ -95,8 +97,9 @@ async def test_types_are_named_by_a_strategy(naming: Naming, taken: str, made: l
     assert [event.topic for event in events] == made
 
 
+@pytest.mark.requirement("F-21", "F-22")
 async def test_a_command_handler_is_a_handler_of_a_router() -> None:
-    """F-21, F-22: nothing else need know that it is one."""
+    """Nothing else need know that it is one."""
     router = Router()
     handler = command_handler(place, source="/orders")
     router.add(handler.type, handler)
@@ -120,8 +123,9 @@ class Orders:
         return OrderPlaced(limit)
 
 
+@pytest.mark.requirement("F-22")
 async def test_a_command_may_lead_to_none_one_or_many_events() -> None:
-    """F-22: from plain and async functions, methods and partials; a message is left as it is."""
+    """From plain and async functions, methods and partials; a message is left as it is."""
     orders = Orders()
 
     async def events(handler: Any) -> list[bytes]:  # noqa: ANN401
@@ -135,8 +139,9 @@ async def test_a_command_may_lead_to_none_one_or_many_events() -> None:
     assert await events(partial(orders.with_limit, 7)) == [b'{"order_id":7}']
 
 
+@pytest.mark.requirement("F-22")
 async def test_an_event_without_a_class_needs_a_topic() -> None:
-    """F-22: a dict has no name that a type could be made of."""
+    """A dict has no name that a type could be made of."""
 
     async def handle(order: PlaceOrder) -> dict[str, int]:
         return {"order_id": order.order_id}
@@ -147,8 +152,9 @@ async def test_an_event_without_a_class_needs_a_topic() -> None:
     assert (event.topic, event.type) == ("orders", "orders")
 
 
+@pytest.mark.requirement("F-22")
 async def test_a_command_of_another_form_never_reaches_its_handler() -> None:
-    """F-22: typed in."""
+    """Typed in."""
     with pytest.raises(DecodeError, match="no PlaceOrder: order_id: str is no int"):
         await command_handler(place, source="/orders")(command(order_id='"x"'))
 
@@ -166,9 +172,10 @@ async def of_a_list(orders: list[PlaceOrder]) -> None: ...
 async def of_a_dict(order: dict) -> None: ...  # type: ignore[type-arg]
 
 
+@pytest.mark.requirement("F-22")
 @pytest.mark.parametrize("handler", [untyped, without, of_a_list, of_a_dict])
 def test_a_function_that_does_not_say_its_command_is_refused(handler: Any) -> None:  # noqa: ANN401
-    """F-22: the type of the message comes from it."""
+    """The type of the message comes from it."""
     with pytest.raises(ConfigurationError, match="does not say which command it takes; annotate its parameter"):
         command_handler(handler, source="/orders")
 
@@ -207,12 +214,13 @@ def place_stored_plainly(order: PlaceOrder, transaction: Transaction) -> list[Or
     return [OrderPlaced(order.order_id), OrderPlaced(order.order_id + 1)]
 
 
+@pytest.mark.requirement("S1-28", "S4-18", "S4-19")
 @pytest.mark.parametrize("handler", [place_stored, place_stored_plainly], ids=["async", "plain"])
 async def test_the_events_of_a_command_are_stored_in_the_transaction_that_its_handler_gets(
     shop: Path,
     handler: Any,  # noqa: ANN401
 ) -> None:
-    """S4-18, S4-19, S1-28: the handler writes through the transaction; its events are in the outbox, in their order."""
+    """The handler writes through the transaction; its events are in the outbox, in their order."""
     rung: list[int] = []
     outbox = Outbox(wake=lambda: rung.append(1))
     handling = command_handler_with_outbox(shop, outbox, handler, source="/orders", topic="orders")
@@ -227,8 +235,9 @@ async def test_the_events_of_a_command_are_stored_in_the_transaction_that_its_ha
     assert rung == [1]
 
 
+@pytest.mark.requirement("S4-19", "S4-20")
 async def test_a_command_that_fails_leaves_nothing_behind(shop: Path) -> None:
-    """S4-19, S4-20: neither its data nor its events, whether the handler fails or an event cannot be stored."""
+    """Neither its data nor its events, whether the handler fails or an event cannot be stored."""
 
     async def fail(order: PlaceOrder, transaction: Transaction) -> None:
         await transaction.do(insert, order.order_id)
@@ -245,8 +254,9 @@ async def test_a_command_that_fails_leaves_nothing_behind(shop: Path) -> None:
     assert rows(shop) == ([], [])
 
 
+@pytest.mark.requirement("F-17", "S4-19")
 async def test_a_command_joins_the_transaction_that_is_open_on_its_pool(shop: Path) -> None:
-    """S4-19, F-17: what fails around it takes its events with it."""
+    """What fails around it takes its events with it."""
     handling = command_handler_with_outbox(shop, Outbox(), place_stored, source="/orders")
     transaction = TransactionMiddleware(shop)
 

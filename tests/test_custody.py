@@ -88,8 +88,9 @@ async def test_a_claim_that_is_settled_while_it_is_renewed_is_not_held_again(chu
     assert len(custody) == 3
 
 
+@pytest.mark.requirement("S2-29")
 async def test_a_claim_is_safe_to_send_until_its_lease_has_ended() -> None:
-    """S2-29: what another worker may have claimed by now is not sent."""
+    """What another worker may have claimed by now is not sent."""
     custody, claims, expires = await held(MemoryStore(), chunk=4)
     custody.hold(claims[:2], expires - 1)
     custody.hold(claims[2:], expires + 3600)

@@ -41,8 +41,9 @@ def execute(connection: Any, database: Database, **names: str) -> None:  # noqa:
     connection.commit()
 
 
+@pytest.mark.requirement("S1-09", "S1-10", "S1-11")
 async def test_the_text_makes_tables_that_a_store_works_with(place: tuple[str, Database]) -> None:
-    """S1-09, S1-10, S1-11: executed with a bare driver, twice, under names of one's own."""
+    """Executed with a bare driver, twice, under names of one's own."""
     url, database = place
     site, message = site_of(url), Message(topic="orders", payload=b"{}")
     with closing(site.connect()) as connection:
@@ -66,23 +67,26 @@ async def test_the_text_makes_tables_that_a_store_works_with(place: tuple[str, D
     assert differences == []
 
 
+@pytest.mark.requirement("S1-09")
 def test_the_text_is_the_statements_one_after_the_other() -> None:
-    """S1-09: for drivers that run several at once, and for those that do not."""
+    """For drivers that run several at once, and for those that do not."""
     for database in NAMES.values():
         assert schema_sql(database) == ";\n\n".join(schema_statements(database)) + ";"
         assert [text for text in schema_statements(database) if text.rstrip().endswith(";")] == []
 
 
+@pytest.mark.requirement("S1-09")
 def test_the_text_can_upgrade_tables() -> None:
-    """S1-09: an upgrade is less than everything, and each version that can be upgraded has one."""
+    """An upgrade is less than everything, and each version that can be upgraded has one."""
     for database in NAMES.values():
         for version in EARLIER:
             assert len(schema_statements(database, since=version)) > 0
         assert schema_statements(database, since="3") != schema_statements(database)
 
 
+@pytest.mark.requirement("S1-11")
 def test_what_has_no_tables_is_refused() -> None:
-    """S1-11: the error names what there is."""
+    """The error names what there is."""
     with pytest.raises(ConfigurationError, match="no tables for 'oracle'; use one of postgresql, mysql, sqlite"):
         schema_sql(cast("Database", "oracle"))
     with pytest.raises(ConfigurationError, match="a schema is for PostgreSQL only; leave it out for mysql"):

@@ -51,8 +51,9 @@ def letters(databases: Databases, library: Library, inbox: Inbox) -> list[tuple[
     ]
 
 
+@pytest.mark.requirement("G2", "S1-19")
 async def test_a_dead_letter_is_kept_whole_and_once(library: Library, databases: Databases, inbox: Inbox) -> None:
-    """G2, S1-19: every part of the message, why it died and when; whoever repeats it changes nothing."""
+    """Every part of the message, why it died and when; whoever repeats it changes nothing."""
     message = Message(
         topic="orders",
         type="order.placed",
@@ -85,8 +86,9 @@ async def test_a_dead_letter_is_kept_whole_and_once(library: Library, databases:
     assert look(databases, library.database, sql)[0][0] == 2
 
 
+@pytest.mark.requirement("S1-16")
 async def test_each_consumer_keeps_its_own_letter(library: Library, databases: Databases, inbox: Inbox) -> None:
-    """S1-16: a message that one consumer gave up may be fine for another, or dead as well."""
+    """A message that one consumer gave up may be fine for another, or dead as well."""
     message = Message(topic="orders", type="order.placed", payload=b"{}")
     other = Inbox(f"{inbox.consumer}-other")
     opener = Opener(library, databases)
@@ -98,11 +100,12 @@ async def test_each_consumer_keeps_its_own_letter(library: Library, databases: D
     assert [row[-1] for row in letters(databases, library, other)] == ["two"]
 
 
+@pytest.mark.requirement("G9")
 @pytest.mark.parametrize("name", ["asyncpg", "psycopg", "asyncmy", "sqlite3"])
 async def test_what_is_wrong_with_a_message_does_not_keep_it_from_being_buried(
     name: str, databases: Databases, inbox: Inbox
 ) -> None:
-    """G9: a letter that the database refused would come again for ever."""
+    """A letter that the database refused would come again for ever."""
     library = next(library for library in LIBRARIES if library.name == name)
     message = Message(
         topic="t" * 300,
@@ -138,8 +141,9 @@ class Recorder:
         return self.answers
 
 
+@pytest.mark.requirement("G5")
 async def test_a_published_letter_is_the_message_with_its_error_beside_it() -> None:
-    """G5: under the same id, so that a second one is known for a duplicate."""
+    """Under the same id, so that a second one is known for a duplicate."""
     broker = Recorder()
     message = Message(topic="orders", type="order.placed", key="42", payload=b"{}", headers={"trace": "1"})
 
@@ -157,9 +161,10 @@ async def test_a_published_letter_is_the_message_with_its_error_beside_it() -> N
     validate(letter, Limits())
 
 
+@pytest.mark.requirement("G2")
 @pytest.mark.parametrize("answer", [None, Release(), Retry("later")])
 async def test_a_letter_that_is_not_confirmed_is_not_buried(answer: Outcome | None) -> None:
-    """G2: who acknowledges it all the same would lose it."""
+    """Who acknowledges it all the same would lose it."""
     letters = PublishedDeadLetters(Recorder([answer]), "orders.dead", consumer="stock")
 
     with pytest.raises(PublishUnknownError, match=r"was not confirmed by 'orders\.dead'"):

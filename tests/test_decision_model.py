@@ -215,8 +215,9 @@ def explored(protocol: Protocol, wanted: str | None = None) -> tuple[int, set[st
     return len(seen), found
 
 
+@pytest.mark.requirement("S3-25", "S3-26", "S3-27")
 def test_nobody_can_make_a_ticket_end_twice_or_never() -> None:
-    """S3-25, S3-26, S3-27: whatever order things happen in, whoever dies and whichever answer gets lost."""
+    """Whatever order things happen in, whoever dies and whichever answer gets lost."""
     count, found = explored(Protocol())
 
     assert found == set()
@@ -365,6 +366,7 @@ class NoLock(Protocol):
                 return super().decider(world, stage)
 
 
+@pytest.mark.requirement("S3-27")
 @pytest.mark.parametrize(
     ("protocol", "wrong"),
     [
@@ -388,7 +390,7 @@ class NoLock(Protocol):
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_wrong_with_a_protocol_is_found(protocol: Protocol, wrong: str) -> None:
-    """S3-27: the seed's emits both events, which is what the model is for."""
+    """The seed's emits both events, which is what the model is for."""
     _, found = explored(protocol, wrong)
 
     assert wrong in found
@@ -444,8 +446,9 @@ def place_and_depth(request: pytest.FixtureRequest) -> tuple[Place, int]:
     return place_of(request, name), depth
 
 
+@pytest.mark.requirement("S3-25")
 async def test_the_stores_answer_as_the_model_does(place_and_depth: tuple[Place, int]) -> None:
-    """S3-25: to every sequence of a few calls, for a ticket that is known and for one that is not."""
+    """To every sequence of a few calls, for a ticket that is known and for one that is not."""
     decisions = Decisions(Outbox(namespace=f"ns-{uuid4().hex}"))
     place, depth = place_and_depth
     differing, events, due = list[object](), list[str](), list[str]()

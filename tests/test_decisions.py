@@ -209,10 +209,11 @@ async def topics(place: Place, decisions: Decisions) -> list[str]:
 # -- on every library --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-22", "S3-25", "S3-26")
 async def test_a_ticket_that_is_due_expires_once_and_says_so_under_an_id_known_before(
     anywhere: Place, decisions: Decisions
 ) -> None:
-    """S3-22, S3-25, S3-26: whoever decides it again is told that it was decided."""
+    """Whoever decides it again is told that it was decided."""
     identity = expiry_id(decisions.outbox.namespace, "t", PAST)
 
     scheduled = await call(anywhere, decisions.schedule, "t", PAST)
@@ -230,8 +231,9 @@ async def test_a_ticket_that_is_due_expires_once_and_says_so_under_an_id_known_b
 # -- what is answered --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-25", "S3-27")
 async def test_a_ticket_that_was_revoked_does_not_expire(place: Place, decisions: Decisions) -> None:
-    """S3-25, S3-27: the decision itself looks whether the ticket was revoked, so nothing comes in between."""
+    """The decision itself looks whether the ticket was revoked, so nothing comes in between."""
     await call(place, decisions.schedule, "t", PAST)
     [due] = await call(place, decisions.find_due)
 
@@ -246,8 +248,9 @@ async def test_a_ticket_that_was_revoked_does_not_expire(place: Place, decisions
     assert await topics(place, decisions) == [REVOKED]
 
 
+@pytest.mark.requirement("S3-25")
 async def test_a_ticket_that_has_expired_can_be_neither_revoked_nor_renewed(place: Place, decisions: Decisions) -> None:
-    """S3-25: never both events; who comes late is told, and decides what that means."""
+    """Never both events; who comes late is told, and decides what that means."""
     await call(place, decisions.schedule, "t", PAST)
     await decide(place, decisions, "t")
 
@@ -262,8 +265,9 @@ async def test_a_ticket_that_has_expired_can_be_neither_revoked_nor_renewed(plac
     assert await topics(place, decisions) == [EXPIRED]
 
 
+@pytest.mark.requirement("S3-24")
 async def test_due_tickets_come_oldest_first_and_looking_takes_nothing(place: Place, decisions: Decisions) -> None:
-    """S3-24: and what is not due is not among them."""
+    """And what is not due is not among them."""
     nothing = await call(place, decisions.find_due)
     for ticket, expires_at in (("b", LATER), ("a", LATER), ("c", PAST), ("d", FUTURE)):
         await call(place, decisions.schedule, ticket, expires_at)
@@ -278,8 +282,9 @@ async def test_due_tickets_come_oldest_first_and_looking_takes_nothing(place: Pl
     assert none == []
 
 
+@pytest.mark.requirement("S3-25")
 async def test_a_cutoff_leaves_out_what_ends_after_it(place: Place, decisions: Decisions) -> None:
-    """S3-25: to the millisecond; a cutoff that the store's clock has not reached makes nothing due before its time."""
+    """To the millisecond; a cutoff that the store's clock has not reached makes nothing due before its time."""
     soon = PAST + timedelta(milliseconds=1)
     for ticket, expires_at in (("a", PAST), ("b", soon), ("c", FUTURE)):
         await call(place, decisions.schedule, ticket, expires_at)
@@ -300,9 +305,10 @@ async def test_a_cutoff_leaves_out_what_ends_after_it(place: Place, decisions: D
     assert await topics(place, decisions) == [EXPIRED]
 
 
+@pytest.mark.requirement("S3-25")
 @pytest.mark.parametrize("wrong", [datetime(2026, 1, 1), "2026-01-01", PAST.replace(year=1000)])  # noqa: DTZ001
 def test_a_cutoff_that_is_no_moment_is_refused(wrong: Any) -> None:  # noqa: ANN401
-    """S3-25: by its name, before anything is asked."""
+    """By its name, before anything is asked."""
     decisions = Decisions(Outbox())
     with closing(sqlite3.connect(":memory:")) as connection:
         with pytest.raises(InvalidDueTimeError, match="due_cutoff"):
@@ -311,8 +317,9 @@ def test_a_cutoff_that_is_no_moment_is_refused(wrong: Any) -> None:  # noqa: ANN
             decisions.decide(connection, "t", PAST, {}, topic=EXPIRED, due_cutoff=wrong)
 
 
+@pytest.mark.requirement("S3-25")
 async def test_a_ticket_is_not_decided_before_its_time_by_the_store_s_clock(place: Place, decisions: Decisions) -> None:
-    """S3-25: what the caller believes about the time does not matter."""
+    """What the caller believes about the time does not matter."""
     await call(place, decisions.schedule, "t", FUTURE)
 
     decided = await decide(place, decisions, "t", FUTURE)
@@ -324,10 +331,11 @@ async def test_a_ticket_is_not_decided_before_its_time_by_the_store_s_clock(plac
     assert await topics(place, decisions) == [REVOKED]
 
 
+@pytest.mark.requirement("S3-26")
 async def test_who_did_not_see_that_a_ticket_was_renewed_is_told_when_it_ends(
     place: Place, decisions: Decisions
 ) -> None:
-    """S3-26: the id of the event belongs to one end, so that end must still hold."""
+    """The id of the event belongs to one end, so that end must still hold."""
     await call(place, decisions.schedule, "t", PAST)
     [due] = await call(place, decisions.find_due)
 
@@ -340,8 +348,9 @@ async def test_who_did_not_see_that_a_ticket_was_renewed_is_told_when_it_ends(
     assert await topics(place, decisions) == [EXPIRED]
 
 
+@pytest.mark.requirement("S3-24")
 async def test_a_ticket_that_is_renewed_into_the_future_is_no_longer_due(place: Place, decisions: Decisions) -> None:
-    """S3-24: and one that is renewed into the past is."""
+    """And one that is renewed into the past is."""
     for ticket, expires_at in (("a", PAST), ("b", FUTURE)):
         await call(place, decisions.schedule, ticket, expires_at)
 
@@ -351,8 +360,9 @@ async def test_a_ticket_that_is_renewed_into_the_future_is_no_longer_due(place: 
     assert await call(place, decisions.find_due) == [Due("b", PAST)]
 
 
+@pytest.mark.requirement("S3-22")
 async def test_a_ticket_can_be_scheduled_again_but_only_to_the_same_end(place: Place, decisions: Decisions) -> None:
-    """S3-22: a call whose answer got lost may be repeated, and changes nothing that was renewed since."""
+    """A call whose answer got lost may be repeated, and changes nothing that was renewed since."""
     first = await call(place, decisions.schedule, "t", PAST)
     second = await call(place, decisions.schedule, "t", PAST)
     other = await call(place, decisions.schedule, "t", LATER)
@@ -361,10 +371,11 @@ async def test_a_ticket_can_be_scheduled_again_but_only_to_the_same_end(place: P
     assert await call(place, decisions.find_due) == [Due("t", PAST)]
 
 
+@pytest.mark.requirement("S3-22")
 async def test_an_end_between_two_milliseconds_is_the_next_of_them_for_everybody(
     place: Place, decisions: Decisions
 ) -> None:
-    """S3-22: whether it is said as it was or as it is stored."""
+    """Whether it is said as it was or as it is stored."""
     between = PAST + timedelta(microseconds=1)
 
     scheduled = [await call(place, decisions.schedule, "t", between) for _ in range(2)]
@@ -377,8 +388,9 @@ async def test_an_end_between_two_milliseconds_is_the_next_of_them_for_everybody
     assert second == Duplicate(first.id)
 
 
+@pytest.mark.requirement("S3-26")
 async def test_a_late_repetition_does_not_bring_a_ticket_back(place: Place, decisions: Decisions) -> None:
-    """S3-26: not even after its event was delivered and purged, when nothing in the outbox tells of it any more."""
+    """Not even after its event was delivered and purged, when nothing in the outbox tells of it any more."""
     await call(place, decisions.schedule, "t", PAST)
     await decide(place, decisions, "t")
     await place.deliver(decisions.outbox)
@@ -391,8 +403,9 @@ async def test_a_late_repetition_does_not_bring_a_ticket_back(place: Place, deci
     assert await topics(place, decisions) == []
 
 
+@pytest.mark.requirement("S3-25")
 async def test_nothing_is_said_of_a_ticket_that_is_not_known(place: Place, decisions: Decisions) -> None:
-    """S3-25: it may have been forgotten, so that an event could be its second."""
+    """It may have been forgotten, so that an event could be its second."""
     told = [
         await decide(place, decisions, "t"),
         await cancel(place, decisions, "t"),
@@ -404,8 +417,9 @@ async def test_nothing_is_said_of_a_ticket_that_is_not_known(place: Place, decis
     assert await call(place, decisions.find_due) == []
 
 
+@pytest.mark.requirement("S3-27")
 async def test_what_the_caller_knows_of_a_revocation_counts_as_well(place: Place, decisions: Decisions) -> None:
-    """S3-27: the flag of old is kept as an extra input, and ends the ticket without an event."""
+    """The flag of old is kept as an extra input, and ends the ticket without an event."""
     await call(place, decisions.schedule, "t", PAST)
 
     known = await decide(place, decisions, "t", is_revoked=True)
@@ -416,8 +430,9 @@ async def test_what_the_caller_knows_of_a_revocation_counts_as_well(place: Place
     assert await call(place, decisions.find_due) == []
 
 
+@pytest.mark.requirement("S3-25")
 async def test_an_event_that_is_there_already_still_ends_its_ticket(place: Place, decisions: Decisions) -> None:
-    """S3-25: a dedupe key holds for the events of tickets too."""
+    """A dedupe key holds for the events of tickets too."""
     for ticket in ("a", "b"):
         await call(place, decisions.schedule, ticket, PAST)
 
@@ -429,8 +444,9 @@ async def test_an_event_that_is_there_already_still_ends_its_ticket(place: Place
     assert await topics(place, decisions) == [REVOKED]
 
 
+@pytest.mark.requirement("S3-25", "S3-26")
 async def test_an_event_with_the_id_of_an_end_is_not_stored_twice(place: Place, decisions: Decisions) -> None:
-    """S3-25, S3-26: whoever stored it, such as an application that moved its tickets here."""
+    """Whoever stored it, such as an application that moved its tickets here."""
     known = Message(id=expiry_id(decisions.outbox.namespace, "t", PAST), topic=EXPIRED, type="x", payload=b"{}")
     await call(place, decisions.outbox.add, known)
     await call(place, decisions.schedule, "t", PAST)
@@ -464,8 +480,9 @@ async def test_tickets_that_ended_are_forgotten_the_oldest_first_and_open_ones_n
     assert await cancel(place, decisions, "b") == Stale()
 
 
+@pytest.mark.requirement("S3-22")
 async def test_a_ticket_may_have_any_printable_name(place: Place, decisions: Decisions) -> None:
-    """S3-22: none of it is taken for a part of a key, a hash tag or a statement."""
+    """None of it is taken for a part of a key, a hash tag or a statement."""
     names = {"{t}", "}{", "a:b|c", "ünï ☃", "%7B", "'; --", "x" * 255}
     async with place.opened() as connection:
         for ticket in names:
@@ -477,8 +494,9 @@ async def test_a_ticket_may_have_any_printable_name(place: Place, decisions: Dec
     assert {type(decided) for decided in told} == {Enqueued}
 
 
+@pytest.mark.requirement("S3-25")
 async def test_the_event_is_stored_byte_for_byte(place: Place, decisions: Decisions) -> None:
-    """S3-25: a message of the caller's keeps everything but its id."""
+    """A message of the caller's keeps everything but its id."""
     payloads = [b"[]", b"null", b"9007199254740993", b"\x00\xff", b"x" * 200_000]
     async with place.opened() as connection:
         for number, payload in enumerate(payloads):
@@ -491,8 +509,9 @@ async def test_the_event_is_stored_byte_for_byte(place: Place, decisions: Decisi
     assert stored == dict(zip(ids, payloads, strict=True))
 
 
+@pytest.mark.requirement("S3-26")
 async def test_tickets_of_two_namespaces_are_strangers(place: Place, decisions: Decisions) -> None:
-    """S3-26: ids are unique in a table that namespaces share, so theirs must differ for the same ticket."""
+    """Ids are unique in a table that namespaces share, so theirs must differ for the same ticket."""
     other = Decisions(Outbox(namespace=f"{decisions.outbox.namespace}-other"))
     for each in (decisions, other):
         await call(place, each.schedule, "t", PAST)
@@ -506,8 +525,9 @@ async def test_tickets_of_two_namespaces_are_strangers(place: Place, decisions: 
 # -- without a store ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-26")
 def test_the_id_of_an_event_depends_on_the_moment_and_not_on_how_it_is_written() -> None:
-    """S3-26: stores keep whole milliseconds, up to the next one, so nothing ends before its time."""
+    """Stores keep whole milliseconds, up to the next one, so nothing ends before its time."""
     east = PAST.astimezone(timezone(timedelta(hours=9)))
     same = {expiry_id("shop", "t", moment) for moment in (PAST, east, PAST - timedelta(microseconds=999))}
     others = {
@@ -547,11 +567,12 @@ def test_a_memory_store_says_that_it_has_no_tickets(decisions: Decisions) -> Non
 SQL = [name for name in SOME if not name.startswith("redis")]
 
 
+@pytest.mark.requirement("S3-25")
 @pytest.mark.parametrize("name", SQL)
 async def test_a_rollback_takes_back_the_decision_and_its_event(
     name: str, databases: Databases, decisions: Decisions
 ) -> None:
-    """S3-25: they share the fate of the caller's transaction."""
+    """They share the fate of the caller's transaction."""
     place = SQLPlace(_library(name), databases)
     await call(place, decisions.schedule, "t", PAST)
 
@@ -567,11 +588,12 @@ async def test_a_rollback_takes_back_the_decision_and_its_event(
     assert await topics(place, decisions) == [EXPIRED]
 
 
+@pytest.mark.requirement("S3-25")
 @pytest.mark.parametrize("name", SQL)
 async def test_outside_a_transaction_one_may_look_and_not_decide(
     name: str, databases: Databases, decisions: Decisions
 ) -> None:
-    """S3-25: a decision and its event could be torn apart."""
+    """A decision and its event could be torn apart."""
     async with _library(name).opened(databases, autocommit=True) as link:
         found = await awaited(decisions.find_due(link.handle))
         with pytest.raises(NotInTransactionError):
@@ -591,12 +613,13 @@ WAITING = {
 }
 
 
+@pytest.mark.requirement("S3-27")
 @pytest.mark.parametrize("name", ["asyncpg", "psycopg-async", "asyncmy"])
 @pytest.mark.parametrize("is_committed", [True, False], ids=["committed", "rolled back"])
 async def test_a_revocation_waits_for_the_decision_that_is_under_way(
     name: str, databases: Databases, decisions: Decisions, *, is_committed: bool
 ) -> None:
-    """S3-27: and then says what became of it, so that there is one event whoever comes first."""
+    """And then says what became of it, so that there is one event whoever comes first."""
     place = SQLPlace(_library(name), databases)
     await call(place, decisions.schedule, "t", PAST)
     async with place.library.opened(databases) as one, place.library.opened(databases) as two:
@@ -618,11 +641,12 @@ async def test_a_revocation_waits_for_the_decision_that_is_under_way(
     assert await topics(place, decisions) == ([EXPIRED] if is_committed else [REVOKED])
 
 
+@pytest.mark.requirement("S3-22")
 @pytest.mark.parametrize("is_endless", [False, True], ids=["once", "for ever"])
 async def test_a_ticket_that_is_forgotten_while_it_is_scheduled_again_is_there_in_the_end(
     databases: Databases, decisions: Decisions, monkeypatch: pytest.MonkeyPatch, *, is_endless: bool
 ) -> None:
-    """S3-22: PostgreSQL locks no row that an INSERT runs into, so it may be gone before it is looked at."""
+    """PostgreSQL locks no row that an INSERT runs into, so it may be gone before it is looked at."""
     place, namespace = SQLPlace(_library("psycopg"), databases), decisions.outbox.namespace
     execute = SyncWriter.execute
 
@@ -652,8 +676,9 @@ async def test_a_ticket_that_is_forgotten_while_it_is_scheduled_again_is_there_i
         assert await call(place, decisions.find_due) == [Due("t", PAST)]
 
 
+@pytest.mark.requirement("S3-27")
 def test_nobody_comes_between_looking_and_writing_on_sqlite(databases: Databases, decisions: Decisions) -> None:
-    """S3-27: there a SELECT locks nothing, so whoever wants to look has to write first."""
+    """There a SELECT locks nothing, so whoever wants to look has to write first."""
     one, two = (sqlite3.connect(databases.sqlite, timeout=0) for _ in range(2))
     told: list[object] = []
 
@@ -679,10 +704,11 @@ def test_nobody_comes_between_looking_and_writing_on_sqlite(databases: Databases
     assert revoked == Expired()
 
 
+@pytest.mark.requirement("S3-22")
 async def test_an_outbox_of_the_second_version_gets_tickets_from_the_command_line(
     room: Room, decisions: Decisions
 ) -> None:
-    """S3-22: until then whoever asks for one is told what to do, and the outbox works as before."""
+    """Until then whoever asks for one is told what to do, and the outbox works as before."""
     texts = [text for text in room.statements(Names())[:-1] if "postroom_outbox_tickets" not in text]
     room.run(*texts, f"INSERT INTO {room.quote}postroom_outbox_version{room.quote} (version) VALUES (2)")
     url = room.where if "://" in room.where else f"sqlite:///{room.where}"
@@ -742,9 +768,10 @@ async def repeated(place: Place, method: Callable[..., Any], *arguments: Any, **
                 raise
 
 
+@pytest.mark.requirement("S3-25", "S3-26", "S3-27")
 @pytest.mark.parametrize("place", ["asyncpg", "asyncmy", "redis-async"], indirect=True)
 async def test_of_many_who_decide_revoke_and_renew_one_ends_the_ticket(place: Place, decisions: Decisions) -> None:
-    """S3-25, S3-26, S3-27: and there is one event of each ticket, the one that its winner was told of."""
+    """And there is one event of each ticket, the one that its winner was told of."""
     tickets = [f"t{number}" for number in range(8)]
     for ticket in tickets:
         await call(place, decisions.schedule, ticket, PAST)
@@ -772,12 +799,13 @@ async def test_of_many_who_decide_revoke_and_renew_one_ends_the_ticket(place: Pl
 # -- in Redis ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-25")
 async def test_a_dispatcher_s_claim_brings_the_event(
     client: Any,  # noqa: ANN401
     valkey_server: ValkeyClient,
     decisions: Decisions,
 ) -> None:
-    """S3-25: it is an entry like all others."""
+    """It is an entry like all others."""
     store = RedisStore(valkey_server.dsn, namespace=decisions.outbox.namespace)
     await decisions.schedule(client, "t", PAST)
     decided = await decisions.decide(client, "t", PAST, {"a": 1}, topic=EXPIRED, key="t")
@@ -789,8 +817,9 @@ async def test_a_dispatcher_s_claim_brings_the_event(
     assert (claim.message.topic, claim.message.key, claim.message.payload) == (EXPIRED, "t", b'{"a":1}')
 
 
+@pytest.mark.requirement("S3-22", "S3-23")
 async def test_a_decision_depends_on_no_key_s_time_to_live(client: Any, decisions: Decisions) -> None:  # noqa: ANN401
-    """S3-22, S3-23: tickets are members of a sorted set, which stays, in the slot of the messages."""
+    """Tickets are members of a sorted set, which stays, in the slot of the messages."""
     keys = _keys(decisions)
     await decisions.schedule(client, "a", PAST)
     await decisions.schedule(client, "b", PAST)
@@ -806,13 +835,14 @@ async def test_a_decision_depends_on_no_key_s_time_to_live(client: Any, decision
     assert len(slots) == 1
 
 
+@pytest.mark.requirement("S3-25")
 @pytest.mark.parametrize("number", range(3))
 async def test_a_key_of_another_type_is_told_before_anything_is_written(
     client: Any,  # noqa: ANN401
     decisions: Decisions,
     number: int,
 ) -> None:
-    """S3-25: nothing is half done that repair would have to mend."""
+    """Nothing is half done that repair would have to mend."""
     keys = _keys(decisions)
     await decisions.schedule(client, "t", PAST)
     await client.delete(ticket_keys(keys)[number])
@@ -831,8 +861,9 @@ async def test_a_key_of_another_type_is_told_before_anything_is_written(
     assert left <= set(ticket_keys(keys))
 
 
+@pytest.mark.requirement("S3-25")
 async def test_an_event_that_cannot_be_stored_leaves_its_ticket_open(client: Any, decisions: Decisions) -> None:  # noqa: ANN401
-    """S3-25: here because a namespace has only so many topics."""
+    """Here because a namespace has only so many topics."""
     keys = _keys(decisions)
     await client.hset(keys.all[11], mapping={f"topic-{number}": number for number in range(65536)})
     await decisions.schedule(client, "t", PAST)
@@ -876,14 +907,16 @@ async def tickets(client: Any, valkey_server: ValkeyClient, decisions: Decisions
     await tickets.store.close()
 
 
+@pytest.mark.requirement("S3-07")
 async def test_repair_finds_nothing_to_mend_in_whole_tickets(client: Any, tickets: Tickets) -> None:  # noqa: ANN401
-    """S3-07: whatever became of them."""
+    """Whatever became of them."""
     before = await tickets.seen(client)
 
     assert await tickets.store.repair(at_once=2) == 0
     assert await tickets.seen(client) == before
 
 
+@pytest.mark.requirement("S3-07")
 @pytest.mark.parametrize(
     ("damage", "count"),
     [
@@ -903,7 +936,7 @@ async def test_repair_mends_tickets_that_their_indexes_do_not_agree_with(
     damage: tuple[str, ...],
     count: int,
 ) -> None:
-    """S3-07: a ticket that nobody finds would never end, and one that is found for ever hides those behind it."""
+    """A ticket that nobody finds would never end, and one that is found for ever hides those behind it."""
     before = await tickets.seen(client)
     names = {"known": tickets.known, "expiries": tickets.expiries, "endings": tickets.endings}
     await client.execute_command(*(word.format_map(names) for word in damage))
@@ -916,12 +949,13 @@ async def test_repair_mends_tickets_that_their_indexes_do_not_agree_with(
     assert await decisions.find_due(client) == [Due("open", PAST), Due("renewed", LATER)]
 
 
+@pytest.mark.requirement("S3-06")
 async def test_an_open_ticket_is_never_forgotten_wherever_it_is_indexed(
     client: Any,  # noqa: ANN401
     decisions: Decisions,
     tickets: Tickets,
 ) -> None:
-    """S3-06: what a script left behind when it failed must not cost a ticket."""
+    """What a script left behind when it failed must not cost a ticket."""
     await client.zadd(tickets.endings, {"open": 1})
 
     await decisions.forget(client, older_than=ALL)
@@ -930,8 +964,9 @@ async def test_an_open_ticket_is_never_forgotten_wherever_it_is_indexed(
     assert isinstance(await decisions.decide(client, "open", PAST, {}, topic=EXPIRED), Enqueued)
 
 
+@pytest.mark.requirement("S3-06")
 async def test_repair_leaves_alone_what_it_cannot_read(client: Any, tickets: Tickets) -> None:  # noqa: ANN401
-    """S3-06: and goes on with the others."""
+    """And goes on with the others."""
     await client.hset(tickets.known, mapping={"odd": "?", "endless": "snever", "empty": ""})
     await client.delete(tickets.expiries)
 
@@ -939,12 +974,13 @@ async def test_repair_leaves_alone_what_it_cannot_read(client: Any, tickets: Tic
     assert await client.hmget(tickets.known, "odd", "endless", "empty") == [b"?", b"snever", b""]
 
 
+@pytest.mark.requirement("S3-07")
 async def test_repair_looks_through_many_tickets_a_few_at_a_time(
     client: Any,  # noqa: ANN401
     decisions: Decisions,
     tickets: Tickets,
 ) -> None:
-    """S3-07: more than a server keeps in one piece, so that every page is a bounded one."""
+    """More than a server keeps in one piece, so that every page is a bounded one."""
     async with client.pipeline(transaction=False) as pipeline:
         for number in range(700):
             await decisions.schedule(pipeline, f"t{number}", PAST)
@@ -955,9 +991,10 @@ async def test_repair_looks_through_many_tickets_a_few_at_a_time(
     assert await tickets.store.repair(at_once=50) == 0
 
 
+@pytest.mark.requirement("S3-06")
 @pytest.mark.parametrize("number", range(3))
 async def test_repair_tells_of_a_key_of_another_type(client: Any, tickets: Tickets, number: int) -> None:  # noqa: ANN401
-    """S3-06: and changes nothing."""
+    """And changes nothing."""
     names = [tickets.known, tickets.expiries, tickets.endings]
     await client.set(names[number], "taken")
 
@@ -967,11 +1004,12 @@ async def test_repair_tells_of_a_key_of_another_type(client: Any, tickets: Ticke
     assert await client.get(names[number]) == b"taken"
 
 
+@pytest.mark.requirement("S3-22")
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 async def test_a_pipeline_schedules_with_what_else_it_does_and_decides_nothing(
     valkey_server: ValkeyClient, decisions: Decisions, *, is_async: bool
 ) -> None:
-    """S3-22: a ticket is made and scheduled in one step; whatever needs an answer needs the client."""
+    """A ticket is made and scheduled in one step; whatever needs an answer needs the client."""
     place = RedisPlace(valkey_server.dsn, is_async=is_async)
     async with place.opened() as client:
         pipeline = client.pipeline(transaction=True)
@@ -994,11 +1032,12 @@ async def test_a_pipeline_schedules_with_what_else_it_does_and_decides_nothing(
     assert told == [True, [b"scheduled"]]
 
 
+@pytest.mark.requirement("S3-05", "S3-22", "S3-25")
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 async def test_a_cluster_keeps_tickets_beside_their_messages(
     valkey_cluster: ValkeyClient, decisions: Decisions, *, is_async: bool
 ) -> None:
-    """S3-05, S3-22, S3-25: with its clients and with their pipelines."""
+    """With its clients and with their pipelines."""
     url, outbox = valkey_cluster.dsn, decisions.outbox
     client: Any = (
         redis.asyncio.RedisCluster.from_url(url, retry=Retry(NoBackoff(), 0))
@@ -1025,6 +1064,7 @@ async def test_a_cluster_keeps_tickets_beside_their_messages(
     assert stored == 3
 
 
+@pytest.mark.requirement("S3-22", "S3-25", "S3-26")
 @pytest.mark.parametrize("is_patient", [False, True], ids=["told", "repeated by the client"])
 async def test_what_was_done_although_the_answer_got_lost_is_done_once(
     valkey_server: ValkeyClient,
@@ -1033,7 +1073,7 @@ async def test_what_was_done_although_the_answer_got_lost_is_done_once(
     *,
     is_patient: bool,
 ) -> None:
-    """S3-22, S3-25, S3-26: who asks again is told how it stands; a client that repeats by itself does no harm."""
+    """Who asks again is told how it stands; a client that repeats by itself does no harm."""
     url, identity = urlsplit(valkey_server.dsn), expiry_id(decisions.outbox.namespace, "a", PAST)
     asked: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], object]] = [
         (decisions.schedule, ("a", PAST), {}, Scheduled()),
@@ -1069,8 +1109,9 @@ def _keys(decisions: Decisions) -> Keys:
     return Keys(decisions.outbox.table, decisions.outbox.namespace)
 
 
+@pytest.mark.requirement("S3-25")
 async def test_the_outbox_of_a_stream_has_no_tickets(valkey_server: ValkeyClient, client: Any) -> None:  # noqa: ANN401
-    """S3-25: their events would be stored where nobody looks for them."""
+    """Their events would be stored where nobody looks for them."""
     store = RedisStreamStore(valkey_server.dsn, namespace=f"ns-{uuid4().hex}")
     decisions = Decisions(store.outbox())
 
@@ -1082,13 +1123,14 @@ async def test_the_outbox_of_a_stream_has_no_tickets(valkey_server: ValkeyClient
     assert await client.keys(f"*{decisions.outbox.namespace}*") == []
 
 
+@pytest.mark.requirement("S3-22")
 @pytest.mark.parametrize("seconds", [10**9, 1_700_000_000, 999_999_999.999])
 async def test_an_end_that_is_a_round_number_is_one_like_all_others(
     client: Any,  # noqa: ANN401
     decisions: Decisions,
     seconds: float,
 ) -> None:
-    """S3-22: servers write large round scores in different ways."""
+    """Servers write large round scores in different ways."""
     moment = datetime.fromtimestamp(seconds, UTC)
     await decisions.schedule(client, "t", moment)
 
@@ -1120,10 +1162,11 @@ async def _until_end(hints: Any) -> AsyncIterator[dict[str, Any]]:  # noqa: ANN4
                 return
 
 
+@pytest.mark.requirement("S3-26")
 async def test_a_server_that_was_killed_knows_what_was_decided_and_no_script(
     private_valkey: ValkeyServer, decisions: Decisions
 ) -> None:
-    """S3-26: whoever repeats a decision after a crash hears that it was made; a forgotten script is sent again."""
+    """Whoever repeats a decision after a crash hears that it was made; a forgotten script is sent again."""
     for is_async in (True, False):
         ticket = f"t{is_async}"
         place = RedisPlace(private_valkey.dsn, is_async=is_async)

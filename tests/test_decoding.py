@@ -240,9 +240,10 @@ ROUND_TRIPS: list[tuple[Any, object]] = [
 ]
 
 
+@pytest.mark.requirement("F-11", "F-22")
 @pytest.mark.parametrize(("kind", "value"), ROUND_TRIPS, ids=[str(number) for number in range(len(ROUND_TRIPS))])
 def test_what_was_encoded_comes_back_as_what_it_was(kind: Any, value: object) -> None:  # noqa: ANN401
-    """F-11, F-22: a payload becomes what a handler is annotated with, and the same in every process."""
+    """A payload becomes what a handler is annotated with, and the same in every process."""
     payload = CODEC.encode(value)
 
     for decoded in (CODEC.decode(payload, kind), decoder(kind)(payload)):
@@ -305,45 +306,51 @@ EVERYTHING = st.builds(
 )
 
 
+@pytest.mark.requirement("F-11")
 @given(EVERYTHING)
 def test_any_dataclass_comes_back_as_it_was(value: Everything) -> None:
-    """F-11: encoding and decoding lose nothing."""
+    """Encoding and decoding lose nothing."""
     assert CODEC.decode(CODEC.encode(value), Everything) == value
 
 
+@pytest.mark.requirement("G11")
 @given(
     JSON_VALUES, st.sampled_from([Everything, Flat, Node, list[Item], dict[int, Size], Mixed, Struct, Model, Colour])
 )
 def test_any_json_becomes_an_object_or_a_decode_error(value: object, kind: Any) -> None:  # noqa: ANN401
-    """G11: nothing that a sender can write ends in another error."""
+    """Nothing that a sender can write ends in another error."""
     payload = json.dumps(value).encode()
 
     with contextlib.suppress(DecodeError):
         CODEC.decode(payload, kind)
 
 
+@pytest.mark.requirement("F-22")
 def test_fields_that_are_missing_take_their_default_and_unknown_ones_are_left_out() -> None:
-    """F-22: sender and receiver are deployed at different times."""
+    """Sender and receiver are deployed at different times."""
     assert CODEC.decode(b'{"name":"a","colour":"red"}', Node) == Node("a")
     assert CODEC.decode(b'{"net":1,"tax":null,"gross":5,"tax":2}', Totals).gross == 3
     assert CODEC.decode(b'{"number":1,"text":"","ratio":1,"yes":true,"more":[]}', Flat) == Flat(1, "", 1.0, yes=True)
     assert CODEC.decode(b'{"street":"a","more":1}', Address) == {"street": "a"}
 
 
+@pytest.mark.requirement("F-22")
 def test_a_whole_number_is_a_float_too_and_becomes_one() -> None:
-    """F-22: JSON of other languages writes 2.0 as 2."""
+    """JSON of other languages writes 2.0 as 2."""
     assert repr(CODEC.decode(b'{"number":1,"text":"","ratio":2,"yes":true}', Flat).ratio) == "2.0"
     assert CODEC.decode(b"3", Decimal) == 3
 
 
+@pytest.mark.requirement("F-22")
 def test_blanks_around_json_are_allowed() -> None:
-    """F-22: some senders end a payload with a new line."""
+    """Some senders end a payload with a new line."""
     assert CODEC.decode(b'\n {"a":1}\r\n') == {"a": 1}
     assert CODEC.decode(b" 1 ", int) == 1
 
 
+@pytest.mark.requirement("F-22")
 def test_the_order_in_a_union_is_kept_also_if_it_was_seen_the_other_way_round() -> None:
-    """F-22: to typing both are the same type, and here the first that fits is taken."""
+    """To typing both are the same type, and here the first that fits is taken."""
 
     @dataclass
     class A:
@@ -405,13 +412,14 @@ WRONG: list[tuple[Any, object, str]] = [
 ]
 
 
+@pytest.mark.requirement("G11", "F-22")
 @pytest.mark.parametrize(("kind", "value", "said"), WRONG, ids=[str(number) for number in range(len(WRONG))])
 def test_a_payload_of_another_form_is_refused_with_its_place_and_never_shown(
     kind: Any,  # noqa: ANN401
     value: object,
     said: str,
 ) -> None:
-    """F-22, G11: the error says which field, not what stood there, and neither does anything that hangs on to it."""
+    """The error says which field, not what stood there, and neither does anything that hangs on to it."""
     with pytest.raises(DecodeError, match=said) as caught:
         CODEC.decode(json.dumps(value).encode(), kind)
 
@@ -422,12 +430,13 @@ def test_a_payload_of_another_form_is_refused_with_its_place_and_never_shown(
     assert error.__context__ is None
 
 
+@pytest.mark.requirement("G11")
 @pytest.mark.parametrize(
     "payload", [b"", b"{", b"\xff" + CANARY.encode(), b"[NaN]", CANARY.encode(), b"[" * 100_000, b"1 2"]
 )
 @pytest.mark.parametrize("kind", [object, Flat, list[Item]], ids=["plain", "dataclass", "list"])
 def test_what_is_not_json_hangs_no_part_of_it_on_its_error(payload: bytes, kind: Any) -> None:  # noqa: ANN401
-    """G11: JSON's own errors carry the whole document."""
+    """JSON's own errors carry the whole document."""
     with pytest.raises(DecodeError, match="not JSON") as caught:
         CODEC.decode(payload, kind)
 
@@ -436,8 +445,9 @@ def test_what_is_not_json_hangs_no_part_of_it_on_its_error(payload: bytes, kind:
     assert caught.value.__context__ is None
 
 
+@pytest.mark.requirement("G11")
 def test_json_that_is_nested_too_deeply_is_refused() -> None:
-    """G11: a tree without an end is a bad payload, and no end of the process."""
+    """A tree without an end is a bad payload, and no end of the process."""
     payload = b'{"name":"a","parent":' * 900 + b"null" + b"}" * 900
 
     with pytest.raises(DecodeError):
@@ -481,6 +491,7 @@ class BadStruct(msgspec.Struct):
     a: dict[str, int] | dict[int, str]
 
 
+@pytest.mark.requirement("F-22")
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -495,7 +506,7 @@ class BadStruct(msgspec.Struct):
     ],
 )
 def test_a_type_that_no_payload_can_become_is_told_before_there_is_one(kind: Any, said: str) -> None:  # noqa: ANN401
-    """F-22: a mistake in an annotation is found when the handler is added."""
+    """A mistake in an annotation is found when the handler is added."""
     with pytest.raises(ConfigurationError, match=said):
         decoder(kind)
 
@@ -520,8 +531,9 @@ class OwnInit(Flat):
         super().__init__(number, text, ratio, yes)
 
 
+@pytest.mark.requirement("F-22")
 def test_marks_variables_and_constructors_of_all_kinds_are_understood() -> None:
-    """F-22: what type checkers accept as an event is one."""
+    """What type checkers accept as an event is one."""
     assert CODEC.decode(b'{"constant":1,"number":2}', OfMarks) == OfMarks(1, 2)
     assert CODEC.decode(b'{"anything":[],"one_of":"a","bounded":1}', OfVariables) == OfVariables([], "a", 1)
     assert CODEC.decode(b'{"number":2}', HasInitVarWithDefault).doubled == 4

@@ -35,8 +35,9 @@ class Broker:
         return Delivery(message(), self.settle)
 
 
+@pytest.mark.requirement("F-03", "F-06")
 async def test_each_way_to_settle_tells_the_broker_its_outcome() -> None:
-    """F-03, F-06: ack, nack, reject and release are the four things that can be said."""
+    """Ack, nack, reject and release are the four things that can be said."""
     broker = Broker()
     acked, nacked, rejected, released = (broker.delivery() for _ in range(4))
 
@@ -55,8 +56,9 @@ async def test_each_way_to_settle_tells_the_broker_its_outcome() -> None:
     assert [each.outcome for each in (acked, nacked, rejected, released)] == expected
 
 
+@pytest.mark.requirement("F-06")
 async def test_a_second_ack_does_nothing() -> None:
-    """F-06: settlement is idempotent, and the callback runs at most once."""
+    """Settlement is idempotent, and the callback runs at most once."""
     broker = Broker()
     delivery = broker.delivery()
 
@@ -68,8 +70,9 @@ async def test_a_second_ack_does_nothing() -> None:
     assert delivery.error is None
 
 
+@pytest.mark.requirement("F-06")
 async def test_the_error_of_the_first_nack_is_kept_and_can_be_read() -> None:
-    """F-06: what comes later changes neither the outcome nor the reason."""
+    """What comes later changes neither the outcome nor the reason."""
     broker = Broker()
     delivery = broker.delivery()
     assert delivery.error is None
@@ -83,8 +86,9 @@ async def test_the_error_of_the_first_nack_is_kept_and_can_be_read() -> None:
     assert broker.told == [Retry("first")]
 
 
+@pytest.mark.requirement("F-06")
 async def test_of_two_tasks_that_settle_at_once_the_first_counts() -> None:
-    """F-06: settlement is exclusive, also while the broker has not answered yet."""
+    """Settlement is exclusive, also while the broker has not answered yet."""
     broker = Broker()
     broker.may_answer.clear()
     delivery = broker.delivery()
@@ -100,8 +104,9 @@ async def test_of_two_tasks_that_settle_at_once_the_first_counts() -> None:
     assert delivery.outcome == Retry("first")
 
 
+@pytest.mark.requirement("F-06")
 async def test_a_callback_that_fails_is_not_called_again() -> None:
-    """F-06: what the broker did not hear is told to whoever settled, and stays said."""
+    """What the broker did not hear is told to whoever settled, and stays said."""
     calls: list[Outcome] = []
 
     async def fail(outcome: Outcome) -> None:
@@ -118,8 +123,9 @@ async def test_a_callback_that_fails_is_not_called_again() -> None:
     assert delivery.outcome == Delivered()
 
 
+@pytest.mark.requirement("F-07")
 async def test_everybody_who_waits_learns_how_a_delivery_was_settled() -> None:
-    """F-07: the signal is called settled, can be awaited, and answers at once afterwards."""
+    """The signal is called settled, can be awaited, and answers at once afterwards."""
     delivery = Broker().delivery()
     waiters = [asyncio.create_task(delivery.settled()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -131,8 +137,9 @@ async def test_everybody_who_waits_learns_how_a_delivery_was_settled() -> None:
     assert await delivery.settled() == Retry("no stock")
 
 
+@pytest.mark.requirement("F-07")
 async def test_a_waiter_that_gives_up_disturbs_nobody() -> None:
-    """F-07: to wait is no claim; a cancelled waiter ends neither the delivery nor the other waiters."""
+    """To wait is no claim; a cancelled waiter ends neither the delivery nor the other waiters."""
     broker = Broker()
     delivery = broker.delivery()
     patient, impatient = (asyncio.create_task(delivery.settled()) for _ in range(2))
@@ -150,8 +157,9 @@ async def test_a_waiter_that_gives_up_disturbs_nobody() -> None:
     assert broker.told == [Delivered()]
 
 
+@pytest.mark.requirement("F-07")
 async def test_a_delivery_whose_waiters_have_all_gone_can_be_settled() -> None:
-    """F-07: nothing is left behind by a waiter."""
+    """Nothing is left behind by a waiter."""
     delivery = Broker().delivery()
     waiter = asyncio.create_task(delivery.settled())
     await asyncio.sleep(0)
@@ -163,16 +171,18 @@ async def test_a_delivery_whose_waiters_have_all_gone_can_be_settled() -> None:
     assert await delivery.settled() == Delivered()
 
 
+@pytest.mark.requirement("G11")
 async def test_a_repr_shows_no_payload() -> None:
-    """G11: reprs end up in logs."""
+    """Reprs end up in logs."""
     delivery = Delivery(message(b"canary"), Broker().settle)
 
     assert "canary" not in repr(delivery)
     assert "order.placed" in repr(delivery)
 
 
+@pytest.mark.requirement("F-05")
 async def test_there_is_a_current_delivery_only_while_one_is_handled() -> None:
-    """F-05: who acknowledges by hand finds the delivery, and elsewhere learns where to look."""
+    """Who acknowledges by hand finds the delivery, and elsewhere learns where to look."""
     delivery = Broker().delivery()
     with pytest.raises(NoDeliveryError, match="from a handler that a Consumer runs"):
         current_delivery()
@@ -182,8 +192,9 @@ async def test_there_is_a_current_delivery_only_while_one_is_handled() -> None:
     current.reset(token)
 
 
+@pytest.mark.requirement("F-04")
 async def test_an_input_is_acknowledged_with_the_last_of_its_outputs() -> None:
-    """F-04: shared acking waits for all."""
+    """Shared acking waits for all."""
     broker = Broker()
     delivery = broker.delivery()
     outputs = [message(), message(), message()]
@@ -197,8 +208,9 @@ async def test_an_input_is_acknowledged_with_the_last_of_its_outputs() -> None:
     assert broker.told == [Delivered()]
 
 
+@pytest.mark.requirement("F-04", "F-06")
 async def test_an_output_that_is_settled_often_counts_once() -> None:
-    """F-04, F-06: two acks of one output do not stand for an ack of another."""
+    """Two acks of one output do not stand for an ack of another."""
     broker = Broker()
     first, second = share(broker.delivery(), [message(), message()])
 
@@ -211,11 +223,12 @@ async def test_an_output_that_is_settled_often_counts_once() -> None:
     assert broker.told == [Delivered()]
 
 
+@pytest.mark.requirement("F-04")
 @pytest.mark.parametrize(
     "outcome", [Retry("broker full"), Dead("too large"), Release()], ids=["nack", "reject", "release"]
 )
 async def test_one_output_that_fails_fails_the_input(outcome: Outcome) -> None:
-    """F-04: any nack of an output is a nack of the input, at once and whatever follows."""
+    """Any nack of an output is a nack of the input, at once and whatever follows."""
     broker = Broker()
     first, second, third = share(broker.delivery(), [message(), message(), message()])
 
@@ -227,14 +240,16 @@ async def test_one_output_that_fails_fails_the_input(outcome: Outcome) -> None:
     assert broker.told == [outcome]
 
 
+@pytest.mark.requirement("F-04")
 def test_without_outputs_there_is_nothing_to_share() -> None:
-    """F-04: the caller acknowledges, since nobody else would."""
+    """The caller acknowledges, since nobody else would."""
     assert share(Broker().delivery(), []) == []
 
 
 OUTCOMES = st.sampled_from([Delivered(), Retry("a"), Dead("b"), Release()])
 
 
+@pytest.mark.requirement("F-04", "F-06")
 @given(
     st.integers(1, 4).flatmap(
         lambda n: st.lists(st.tuples(st.integers(0, n - 1), OUTCOMES)).map(lambda said: (n, said))
@@ -243,7 +258,7 @@ OUTCOMES = st.sampled_from([Delivered(), Retry("a"), Dead("b"), Release()])
 def test_whatever_is_said_in_whatever_order_the_first_failure_or_the_last_ack_counts(
     case: tuple[int, Sequence[tuple[int, Outcome]]],
 ) -> None:
-    """F-04, F-06: the same for any number of outputs, settled any number of times."""
+    """The same for any number of outputs, settled any number of times."""
     count, said = case
 
     async def play() -> list[Outcome]:
@@ -272,8 +287,9 @@ async def test_a_delivery_shows_how_it_was_settled_and_not_why() -> None:
     assert "4111" not in repr(delivery)
 
 
+@pytest.mark.requirement("F-06")
 async def test_what_a_handler_says_is_told_though_it_is_cancelled() -> None:
-    """F-06: and whoever records it again waits until it is."""
+    """And whoever records it again waits until it is."""
     broker = Broker()
     broker.may_answer.clear()
     delivery = broker.delivery()

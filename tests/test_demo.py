@@ -42,8 +42,9 @@ def judge(folder: Path, broker: MemoryBroker) -> tuple[Verdict, Shop]:
     return asyncio.run(play(shop, Console(quiet=True))), shop
 
 
+@pytest.mark.requirement("G1", "G2", "G3", "G6", "G7", "G13", "S2-01", "S4-20")
 def test_the_demo_survives_an_outage_and_ends_with_a_verdict_in_one_line() -> None:
-    """G1, G2, G3, G6, G7, G13, S2-01, S4-20: what was committed arrives in order and has its effect once."""
+    """What was committed arrives in order and has its effect once."""
     done = demo("--seconds", "4")
 
     *progress, verdict = done.stdout.splitlines()
@@ -155,8 +156,9 @@ def test_a_message_that_was_rolled_back_and_yet_arrived_changes_the_verdict(
     assert "-> 1 delivered" in capsys.readouterr().out
 
 
+@pytest.mark.requirement("G7")
 def test_an_effect_that_did_not_happen_changes_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """G7: every order arrived, and one of them was not shipped."""
+    """Every order arrived, and one of them was not shipped."""
     verdict, _ = judge(tmp_path, ForgottenStockBroker())
 
     assert (verdict.missing, verdict.undone, verdict.overdone) == (0, 1, 0)
@@ -164,8 +166,9 @@ def test_an_effect_that_did_not_happen_changes_the_verdict(tmp_path: Path, capsy
     assert "1 effects missing and 0 too many" in capsys.readouterr().out
 
 
+@pytest.mark.requirement("G7")
 def test_an_effect_that_happened_twice_changes_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """G7: a message that the inbox cannot know again has its effect again, and the demo sees it."""
+    """A message that the inbox cannot know again has its effect again, and the demo sees it."""
     verdict, _ = judge(tmp_path, ForkedTongueBroker())
 
     assert (verdict.missing, verdict.undone, verdict.overdone) == (0, 0, 1)
@@ -185,8 +188,9 @@ def test_orders_of_one_customer_in_the_wrong_order_change_the_verdict(
     assert " out of order" in capsys.readouterr().out
 
 
+@pytest.mark.requirement("G7", "S1-15", "S2-03")
 def test_messages_that_all_arrive_twice_are_absorbed(tmp_path: Path) -> None:
-    """S2-03, S1-15, G7: delivery is at-least-once, and the effect happens once."""
+    """Delivery is at-least-once, and the effect happens once."""
     verdict, _ = judge(tmp_path, RepeatingBroker())
 
     assert verdict.absorbed == verdict.repeated == 2 * verdict.committed
@@ -287,8 +291,9 @@ def counted(
     )
 
 
+@pytest.mark.requirement("G1", "S2-21")
 def test_the_example_runs() -> None:
-    """G1, S2-21: the refused order has no message."""
+    """The refused order has no message."""
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "shop.py"], capture_output=True, text=True, timeout=60, check=False
     )

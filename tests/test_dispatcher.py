@@ -100,8 +100,9 @@ class Answers:
         return [self.answer(message) for message in messages]
 
 
+@pytest.mark.requirement("S2-36", "S2-37", "S4-11", "S4-16")
 async def test_a_function_that_returns_has_delivered() -> None:
-    """S2-36, S2-37, S4-11, S4-16: to return is success; the row is delivered and not eligible again."""
+    """To return is success; the row is delivered and not eligible again."""
     bench, seen = Bench(), list[Message]()
 
     async def send(message: Message) -> None:
@@ -116,8 +117,9 @@ async def test_a_function_that_returns_has_delivered() -> None:
     assert await bench.store.claim(10, ClaimTerms(worker=uuid4())) == []
 
 
+@pytest.mark.requirement("S2-36")
 async def test_payload_is_handed_on_as_it_is() -> None:
-    """S2-36: the dispatcher never interprets a payload."""
+    """The dispatcher never interprets a payload."""
     bench, seen = Bench(), list[bytes]()
     raw = bytes(range(256))
     with bench.store.transaction() as transaction:
@@ -132,8 +134,9 @@ async def test_payload_is_handed_on_as_it_is() -> None:
     assert seen == [raw]
 
 
+@pytest.mark.requirement("S2-38", "S2-51", "S4-15")
 async def test_a_failing_message_is_retried_until_it_succeeds() -> None:
-    """S2-38, S2-51, S4-15: an exception puts it back with an error and a wait that grows."""
+    """An exception puts it back with an error and a wait that grows."""
     bench, attempts = Bench(), list[int]()
 
     async def send(message: Message) -> None:
@@ -151,8 +154,9 @@ async def test_a_failing_message_is_retried_until_it_succeeds() -> None:
     assert {event.error for event in retried} == {"ValueError: not yet"}
 
 
+@pytest.mark.requirement("G9", "S2-30", "S2-44", "S4-14")
 async def test_a_message_is_delivered_at_most_max_attempts_times_and_then_dead() -> None:
-    """S2-30, S2-44, S4-14, G9: max_attempts = 3 means three deliveries, then dead with its error."""
+    """Max_attempts = 3 means three deliveries, then dead with its error."""
     bench, attempts = Bench(), list[int]()
 
     async def send(message: Message) -> None:
@@ -168,8 +172,9 @@ async def test_a_message_is_delivered_at_most_max_attempts_times_and_then_dead()
     assert [type(event) for event in bench.told(ev.Died)] == [ev.Died]
 
 
+@pytest.mark.requirement("S2-04")
 async def test_a_rejected_message_is_dead_at_once() -> None:
-    """S2-04: what can never be delivered is surfaced at the first attempt, with its reason."""
+    """What can never be delivered is surfaced at the first attempt, with its reason."""
     bench = Bench()
 
     async def send(message: Message) -> None:
@@ -183,8 +188,9 @@ async def test_a_rejected_message_is_dead_at_once() -> None:
     assert bench.store.rows[0].error == "RejectError: too large for the broker"
 
 
+@pytest.mark.requirement("S2-37", "S2-38")
 async def test_a_partial_batch_settles_what_was_confirmed() -> None:
-    """S2-37, S2-38: every message of a batch has an outcome of its own."""
+    """Every message of a batch has an outcome of its own."""
     bench = Bench()
     good, bad, worse = bench.add(3)
 
@@ -211,8 +217,9 @@ async def test_a_wrong_number_of_outcomes_fails_the_batch() -> None:
     assert bench.store.rows[0].error == "the publisher gave 0 outcomes for 2 messages"
 
 
+@pytest.mark.requirement("G13", "S4-20")
 async def test_an_outage_spends_no_attempts_and_makes_no_dead_letters() -> None:
-    """G13, S4-20: while the broker is down messages wait; they are delivered when it is back."""
+    """While the broker is down messages wait; they are delivered when it is back."""
     bench = Bench()
     is_down, calls = True, 0
 
@@ -238,8 +245,9 @@ async def test_an_outage_spends_no_attempts_and_makes_no_dead_letters() -> None:
     assert {row.message.attempt for row in bench.store.rows} == {1}
 
 
+@pytest.mark.requirement("G13")
 async def test_during_an_outage_one_message_at_a_time_tests_the_destination() -> None:
-    """G13: a breaker lets a single probe through, and recovery begins small, not with a stampede."""
+    """A breaker lets a single probe through, and recovery begins small, not with a stampede."""
     bench, sizes = Bench(), list[int]()
     is_down = True
 
@@ -262,8 +270,9 @@ async def test_during_an_outage_one_message_at_a_time_tests_the_destination() ->
     assert sizes[probes : probes + 5] in ([1, 1, 2, 4, 8], [1, 2, 4, 8, 10])
 
 
+@pytest.mark.requirement("G13")
 async def test_one_topic_that_is_down_does_not_hold_up_the_others() -> None:
-    """G13: the breaker is per destination."""
+    """The breaker is per destination."""
     bench = Bench()
     bench.add(20, topic="down")
 
@@ -278,8 +287,9 @@ async def test_one_topic_that_is_down_does_not_hold_up_the_others() -> None:
     assert {row.message.attempt for row in bench.store.rows[:20]} == {0}
 
 
+@pytest.mark.requirement("G13")
 async def test_a_topic_that_is_down_is_left_out_of_claims() -> None:
-    """G13: a backlog that waits for its destination costs no writes."""
+    """A backlog that waits for its destination costs no writes."""
     store = Counting()
     bench = Bench(store)
     bench.add(20, topic="down")
@@ -294,8 +304,9 @@ async def test_a_topic_that_is_down_is_left_out_of_claims() -> None:
     assert {row.message.token for row in store.rows} == {1}
 
 
+@pytest.mark.requirement("G9", "G13")
 async def test_a_message_that_hangs_alone_is_an_outage_and_beside_others_a_failure() -> None:
-    """G9, G13: silence is judged by what else was heard; nothing waits for ever on one publish."""
+    """Silence is judged by what else was heard; nothing waits for ever on one publish."""
     bench, hanging = Bench(), set[UUID]()
 
     async def send(message: Message) -> None:
@@ -320,8 +331,9 @@ async def test_a_message_that_hangs_alone_is_an_outage_and_beside_others_a_failu
     assert busy.error.startswith("PublishUnknownError")
 
 
+@pytest.mark.requirement("G11")
 async def test_a_publisher_that_never_answers_is_cut_off() -> None:
-    """G11: every call to a broker has a deadline of our own."""
+    """Every call to a broker has a deadline of our own."""
 
     class Silent:
         async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
@@ -336,8 +348,9 @@ async def test_a_publisher_that_never_answers_is_cut_off() -> None:
     assert {row.message.attempt for row in bench.store.rows} == {0}
 
 
+@pytest.mark.requirement("G11")
 async def test_a_publisher_that_is_cut_off_after_a_task_group_failed_did_not_answer() -> None:
-    """G11: the group leaves a request to cancel behind in Python 3.11, and no attempt is spent for that."""
+    """The group leaves a request to cancel behind in Python 3.11, and no attempt is spent for that."""
 
     class Silent:
         async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
@@ -358,8 +371,9 @@ async def test_a_publisher_that_is_cut_off_after_a_task_group_failed_did_not_ans
     assert {row.message.attempt for row in bench.store.rows} == {0}
 
 
+@pytest.mark.requirement("S2-34", "S4-12")
 async def test_stopping_finishes_what_is_under_way() -> None:
-    """S2-34, S4-12: stop claims no more, waits for publishes, and settles them; to stop twice is fine."""
+    """Stop claims no more, waits for publishes, and settles them; to stop twice is fine."""
     bench = Bench()
     started, finish = asyncio.Event(), asyncio.Event()
 
@@ -384,8 +398,9 @@ async def test_stopping_finishes_what_is_under_way() -> None:
     assert bench.store.rows[1].message.attempt == 0
 
 
+@pytest.mark.requirement("S4-12")
 async def test_what_is_not_finished_in_time_is_released_with_its_attempt_given_back() -> None:
-    """S4-12: after the grace period claims are released, not left to expire."""
+    """After the grace period claims are released, not left to expire."""
     bench, started = Bench(), asyncio.Event()
 
     async def send(message: Message) -> None:
@@ -404,8 +419,9 @@ async def test_what_is_not_finished_in_time_is_released_with_its_attempt_given_b
     assert bench.told(ev.Stopped) == [ev.Stopped(dispatcher.worker, 3)]
 
 
+@pytest.mark.requirement("S4-12")
 async def test_asking_to_stop_twice_does_not_wait_for_the_grace_period() -> None:
-    """S4-12: a second signal gives up what is under way."""
+    """A second signal gives up what is under way."""
     bench, started = Bench(), asyncio.Event()
 
     async def send(message: Message) -> None:
@@ -423,8 +439,9 @@ async def test_asking_to_stop_twice_does_not_wait_for_the_grace_period() -> None
     assert bench.statuses() == ["pending"]
 
 
+@pytest.mark.requirement("S2-34")
 async def test_cancelling_a_dispatcher_releases_its_claims() -> None:
-    """S2-34: cancellation passes through, and nothing stays leased behind it."""
+    """Cancellation passes through, and nothing stays leased behind it."""
     bench, started = Bench(), asyncio.Event()
 
     async def send(message: Message) -> None:
@@ -442,8 +459,9 @@ async def test_cancelling_a_dispatcher_releases_its_claims() -> None:
     assert [row.message.attempt for row in bench.store.rows] == [0, 0]
 
 
+@pytest.mark.requirement("S2-29")
 async def test_a_lease_is_renewed_while_the_publish_runs() -> None:
-    """S2-29: a publish that takes longer than the lease keeps its claim."""
+    """A publish that takes longer than the lease keeps its claim."""
     bench = Bench()
     started, finish = asyncio.Event(), asyncio.Event()
 
@@ -474,8 +492,9 @@ class Clocked(Bench):
         super().__init__(MemoryStore(clock=lambda: datetime.now(UTC) + self.ahead))
 
 
+@pytest.mark.requirement("S2-39", "S2-40")
 async def test_a_lost_lease_is_reported_and_never_followed_by_a_nack() -> None:
-    """S2-39, S2-40: what another worker holds is not touched, whatever became of our publish."""
+    """What another worker holds is not touched, whatever became of our publish."""
     bench = Clocked()
     started, finish = asyncio.Event(), asyncio.Event()
 
@@ -507,8 +526,9 @@ class Recording(MemoryStore):
         return await super().settle(settlements)
 
 
+@pytest.mark.requirement("S2-39")
 async def test_a_loss_that_the_renewal_noticed_is_not_settled_at_all() -> None:
-    """S2-39: once a lease is known to be lost, no failure of ours is reported for it."""
+    """Once a lease is known to be lost, no failure of ours is reported for it."""
     ahead = timedelta(0)
     store = Recording(clock=lambda: datetime.now(UTC) + ahead)
     bench = Bench(store)
@@ -533,8 +553,9 @@ async def test_a_loss_that_the_renewal_noticed_is_not_settled_at_all() -> None:
     assert len(bench.told(ev.LeaseLost)) == 1
 
 
+@pytest.mark.requirement("G9")
 async def test_a_suspect_is_published_while_nothing_else_is_under_way() -> None:
-    """G9: a message that may kill its worker puts no other message at risk."""
+    """A message that may kill its worker puts no other message at risk."""
     bench = Clocked()
     under_way, company = set[UUID](), dict[UUID, int]()
 
@@ -561,8 +582,9 @@ async def test_a_suspect_is_published_while_nothing_else_is_under_way() -> None:
     assert at_stake[suspect] == 1, "others were claimed at the same time, and would have lost an attempt"
 
 
+@pytest.mark.requirement("G4")
 async def test_a_late_confirmation_is_recorded_if_nobody_else_claimed() -> None:
-    """G4: the token decides, not the clock: a slow worker's delivery still counts."""
+    """The token decides, not the clock: a slow worker's delivery still counts."""
     bench = Clocked()
     started, finish = asyncio.Event(), asyncio.Event()
 
@@ -591,8 +613,9 @@ class Slow(MemoryStore):
         return claims
 
 
+@pytest.mark.requirement("S2-29")
 async def test_work_is_not_begun_when_the_lease_is_nearly_over() -> None:
-    """S2-29: with less than the publish timeout left, a claim is released, not published."""
+    """With less than the publish timeout left, a claim is released, not published."""
     bench, calls = Bench(Slow()), list[UUID]()
 
     async def send(message: Message) -> None:
@@ -606,8 +629,9 @@ async def test_work_is_not_begun_when_the_lease_is_nearly_over() -> None:
     assert bench.store.rows[0].message.attempt == 0
 
 
+@pytest.mark.requirement("G11")
 async def test_a_blocked_event_loop_is_noticed() -> None:
-    """G11: a handler that blocks the loop starves the renewal, so it is told."""
+    """A handler that blocks the loop starves the renewal, so it is told."""
     bench = Bench()
 
     async def send(message: Message) -> None:
@@ -636,8 +660,9 @@ class Flaky(MemoryStore):
             raise StoreUnavailableError("connection refused")
 
 
+@pytest.mark.requirement("S1-34", "S4-13")
 async def test_a_store_that_goes_away_stops_nothing_for_good() -> None:
-    """S4-13, S1-34: store errors are told and the loop goes on; a confirmed delivery is recorded later."""
+    """Store errors are told and the loop goes on; a confirmed delivery is recorded later."""
     store = Flaky()
     bench, delivered = Bench(store), list[UUID]()
 
@@ -677,8 +702,9 @@ async def test_a_dispatcher_that_never_reached_its_store_did_not_start() -> None
     assert bench.told(ev.Stopped) == []
 
 
+@pytest.mark.requirement("S4-23")
 async def test_a_wake_up_delivers_long_before_the_next_poll() -> None:
-    """S4-23: latency does not depend on the poll interval when somebody hints."""
+    """Latency does not depend on the poll interval when somebody hints."""
     bench = Bench()
     async with bench.running(accept, poll_interval=600 * SECOND, lease=3600 * SECOND) as dispatcher:
         await until(lambda: dispatcher._idle >= 1, "the dispatcher resting for long")  # noqa: SLF001
@@ -697,8 +723,9 @@ class Counting(MemoryStore):
         return await super().claim(limit, terms)
 
 
+@pytest.mark.requirement("S1-29", "S2-35")
 async def test_an_idle_dispatcher_asks_ever_more_rarely() -> None:
-    """S1-29, S2-35: polling backs off to the poll interval while there is nothing to do."""
+    """Polling backs off to the poll interval while there is nothing to do."""
     store = Counting()
     bench = Bench(store)
     async with bench.running(accept, poll_interval=10 * SECOND, lease=60 * SECOND) as dispatcher:
@@ -707,8 +734,9 @@ async def test_an_idle_dispatcher_asks_ever_more_rarely() -> None:
     assert store.claims < 12
 
 
+@pytest.mark.requirement("S1-29")
 async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
-    """S1-29: a backlog is drained in batches without waiting in between."""
+    """A backlog is drained in batches without waiting in between."""
     bench, rests = Bench(), 0
 
     class Observed(Dispatcher):
@@ -725,8 +753,9 @@ async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     assert rests < 10
 
 
+@pytest.mark.requirement("G6")
 async def test_messages_of_a_key_follow_each_other_and_keys_run_side_by_side() -> None:
-    """G6: one of a key at a time, in order; different keys at the same time."""
+    """One of a key at a time, in order; different keys at the same time."""
     bench = Bench()
     under_way, most, order = dict[str, int](), 0, dict[str, list[UUID]]()
 
@@ -748,8 +777,9 @@ async def test_messages_of_a_key_follow_each_other_and_keys_run_side_by_side() -
     assert most > 1
 
 
+@pytest.mark.requirement("G6")
 async def test_a_failing_head_holds_back_its_own_key_only() -> None:
-    """G6: the followers wait for their head, the other keys do not."""
+    """The followers wait for their head, the other keys do not."""
     bench, seen = Bench(), list[tuple[str | None, int]]()
     failures = 3
 
@@ -770,9 +800,10 @@ async def test_a_failing_head_holds_back_its_own_key_only() -> None:
     assert seen[-1] == ("bad", 2)
 
 
+@pytest.mark.requirement("G6")
 @pytest.mark.parametrize(("policy", "followers"), [("block", "pending"), ("skip", "delivered")])
 async def test_a_dead_head_blocks_or_is_skipped_as_asked(policy: str, followers: str) -> None:
-    """G6: on_dead="block" keeps the key waiting, visibly; "skip" lets it go on."""
+    """On_dead="block" keeps the key waiting, visibly; "skip" lets it go on."""
     bench = Bench()
     first, *_ = bench.add(3, key="k")
     bench.add(1)
@@ -785,8 +816,9 @@ async def test_a_dead_head_blocks_or_is_skipped_as_asked(policy: str, followers:
         await bench.until_status("dead", followers, followers, "delivered")
 
 
+@pytest.mark.requirement("S1-39", "S1-40", "S4-09", "S4-10")
 async def test_old_deliveries_are_purged_and_nothing_else() -> None:
-    """S1-39, S1-40, S4-09, S4-10: cleanup runs on its own timer and only takes delivered rows past retention."""
+    """Cleanup runs on its own timer and only takes delivered rows past retention."""
     store = MemoryStore(keep_delivered=1 * MS)
     bench = Bench(store)
     bench.add(2)
@@ -797,8 +829,9 @@ async def test_old_deliveries_are_purged_and_nothing_else() -> None:
         await until(lambda: bool(bench.told(ev.Purged)), "the purge being told")
 
 
+@pytest.mark.requirement("G9", "S2-28")
 async def test_messages_without_an_attempt_left_are_swept() -> None:
-    """S2-28, G9: a crash on the last attempt ends in dead, not in limbo."""
+    """A crash on the last attempt ends in dead, not in limbo."""
     bench = Clocked()
     bench.add()
     await bench.store.claim(1, ClaimTerms(worker=uuid4(), max_attempts=1))
@@ -808,6 +841,7 @@ async def test_messages_without_an_attempt_left_are_swept() -> None:
         await until(lambda: bool(bench.told(ev.Swept)), "the sweep being told")
 
 
+@pytest.mark.requirement("S2-35", "S2-43")
 @pytest.mark.parametrize(
     "options",
     [
@@ -822,7 +856,7 @@ async def test_messages_without_an_attempt_left_are_swept() -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: dict[str, object]) -> None:
-    """S2-35, S2-43: poll_interval must be well below the lease; everything is checked at construction."""
+    """Poll_interval must be well below the lease; everything is checked at construction."""
     with pytest.raises(ConfigurationError):
         Dispatcher(MemoryStore(), accept, **options)  # type: ignore[arg-type]
 
@@ -847,8 +881,9 @@ async def test_a_run_until_idle_ends_when_nothing_is_left() -> None:
     assert bench.statuses() == ["delivered"] * 25
 
 
+@pytest.mark.requirement("G11")
 async def test_no_event_or_log_holds_a_payload(caplog: pytest.LogCaptureFixture) -> None:
-    """G11: payloads and header values stay out of everything that is told."""
+    """Payloads and header values stay out of everything that is told."""
     store, secret = MemoryStore(), "s3cr3t-canary"
     caplog.set_level(logging.DEBUG, logger="postroom")
     told: list[ev.Event] = []
@@ -887,9 +922,10 @@ class Batches:
         return [Delivered()] * len(messages)
 
 
+@pytest.mark.requirement("G2")
 @pytest.mark.parametrize("in_batches", [True, False])
 async def test_a_publisher_whose_own_wait_is_cancelled_strands_nothing(in_batches: bool) -> None:  # noqa: FBT001
-    """G2: a client library may cancel what a publisher awaits; that is no cancellation of the dispatcher."""
+    """A client library may cancel what a publisher awaits; that is no cancellation of the dispatcher."""
     bench, failures = Bench(), 3
 
     async def send(message: Message) -> None:
@@ -905,9 +941,10 @@ async def test_a_publisher_whose_own_wait_is_cancelled_strands_nothing(in_batche
         await bench.until_status(*["delivered"] * 5)
 
 
+@pytest.mark.requirement("G2")
 @pytest.mark.parametrize("in_batches", [True, False])
 async def test_a_publisher_that_cancels_its_own_task_strands_nothing(in_batches: bool) -> None:  # noqa: FBT001
-    """G2: what nobody else would ever settle counts as failed, and is tried again."""
+    """What nobody else would ever settle counts as failed, and is tried again."""
     bench, failures = Bench(), 2
 
     async def send(message: Message) -> None:
@@ -923,8 +960,9 @@ async def test_a_publisher_that_cancels_its_own_task_strands_nothing(in_batches:
         await bench.until_status(*["delivered"] * 5)
 
 
+@pytest.mark.requirement("G11")
 async def test_a_lost_claim_whose_publisher_ends_badly_takes_up_no_room() -> None:
-    """G11: with room for one message, the next one is delivered all the same."""
+    """With room for one message, the next one is delivered all the same."""
     ahead = timedelta(0)
     store = Recording(clock=lambda: datetime.now(UTC) + ahead)
     bench = Bench(store)
@@ -986,13 +1024,14 @@ async def test_a_wake_up_while_two_claims_are_under_way_leads_to_a_third() -> No
         await bench.until_status("delivered")
 
 
+@pytest.mark.requirement("G9")
 @pytest.mark.parametrize(
     "answer",
     [True, "yes", Retry("later", timedelta.max), Retry(ValueError("no"), timedelta(0)), Retry("no", 5)],  # type: ignore[arg-type]
     ids=["bool", "text", "for ever", "exception", "number"],
 )
 async def test_an_answer_that_no_store_could_record_is_a_failure_of_its_message_alone(answer: object) -> None:
-    """G9: what an untyped publisher says cannot stop the settling of others."""
+    """What an untyped publisher says cannot stop the settling of others."""
     bench = Bench()
     bad, *_ = bench.add(5)
     async with bench.running(Answers(lambda m: answer if m.id == bad else Delivered())):  # type: ignore[arg-type, return-value]
@@ -1000,8 +1039,9 @@ async def test_an_answer_that_no_store_could_record_is_a_failure_of_its_message_
         await until(lambda: bool(bench.told(ev.Retried)), "the failure being told")
 
 
+@pytest.mark.requirement("G2", "G9", "G13")
 async def test_a_message_that_cannot_be_sent_does_not_stand_for_its_topic() -> None:
-    """G2, G9, G13: the next test of a topic that seems down is another message."""
+    """The next test of a topic that seems down is another message."""
     bench = Bench()
     [hanging] = bench.add(1, topic="t")
 
@@ -1017,8 +1057,9 @@ async def test_a_message_that_cannot_be_sent_does_not_stand_for_its_topic() -> N
     assert bench.store.rows[0].message.attempt == 0
 
 
+@pytest.mark.requirement("G11")
 async def test_concurrency_is_that_of_the_dispatcher_and_not_of_a_batch() -> None:
-    """G11: batches under way side by side do not multiply the calls."""
+    """Batches under way side by side do not multiply the calls."""
     bench, under_way, most = Bench(), 0, 0
 
     async def send(message: Message) -> None:
@@ -1035,8 +1076,9 @@ async def test_concurrency_is_that_of_the_dispatcher_and_not_of_a_batch() -> Non
     assert most == 3
 
 
+@pytest.mark.requirement("G2")
 async def test_listeners_and_backoffs_that_fail_do_not_stop_delivery(caplog: pytest.LogCaptureFixture) -> None:
-    """G2: what users plug in is not trusted with the life of the dispatcher."""
+    """What users plug in is not trusted with the life of the dispatcher."""
     bench = Bench()
 
     def broken(_: object) -> timedelta:
@@ -1083,8 +1125,9 @@ async def test_a_run_that_waits_for_the_store_before_its_first_claim_can_be_stop
     assert {event.operation for event in bench.told(ev.StoreFailed) if isinstance(event, ev.StoreFailed)} == {"parked"}
 
 
+@pytest.mark.requirement("S2-34")
 async def test_cancelling_during_a_claim_gives_back_what_it_took() -> None:
-    """S2-34: a claim that the store has made is known, whenever the cancellation comes."""
+    """A claim that the store has made is known, whenever the cancellation comes."""
     bench = Bench(Slow())
     bench.add(3)
     running = asyncio.create_task(bench.dispatcher(accept).run())
@@ -1097,10 +1140,11 @@ async def test_cancelling_during_a_claim_gives_back_what_it_took() -> None:
     assert {row.message.attempt for row in bench.store.rows} == {0}
 
 
+@pytest.mark.requirement("S4-12")
 async def test_a_stop_does_not_wait_for_a_publisher_that_ignores_its_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """S4-12: stopping is bounded, whatever a publisher does."""
+    """Stopping is bounded, whatever a publisher does."""
     monkeypatch.setattr("postroom.dispatcher.FAREWELL", 0.05)
     bench, started, end = Bench(), asyncio.Event(), asyncio.Event()
 
@@ -1145,8 +1189,9 @@ def hours(asked: list[int]) -> Callable[[int], timedelta]:
     return wait
 
 
+@pytest.mark.requirement("S2-42")
 async def test_a_failed_message_waits_as_the_backoff_of_its_dispatcher_says() -> None:
-    """S2-42: the user's function decides, by the number of attempts."""
+    """The user's function decides, by the number of attempts."""
     bench, asked = Bench(), list[int]()
 
     async def refuse(message: Message) -> None:
@@ -1161,8 +1206,9 @@ async def test_a_failed_message_waits_as_the_backoff_of_its_dispatcher_says() ->
     assert row.due - row.changed == HOUR
 
 
+@pytest.mark.requirement("G13")
 async def test_a_destination_that_is_down_is_left_alone_as_the_backoff_for_outages_says() -> None:
-    """G13: the user's function decides, by the number of failed probes."""
+    """The user's function decides, by the number of failed probes."""
     bench, asked = Bench(), list[int]()
 
     async def refuse(message: Message) -> None:
@@ -1175,8 +1221,9 @@ async def test_a_destination_that_is_down_is_left_alone_as_the_backoff_for_outag
     assert asked == [1]
 
 
+@pytest.mark.requirement("S2-29")
 async def test_a_message_is_leased_for_as_long_as_its_dispatcher_says() -> None:
-    """S2-29: the lease is the user's choice, from the claim on."""
+    """The lease is the user's choice, from the claim on."""
     bench = Bench()
     started, finish = asyncio.Event(), asyncio.Event()
 

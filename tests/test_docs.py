@@ -119,8 +119,9 @@ def reads(pool: Any, query: str, value: object) -> Callable[[], Awaitable[bool]]
     return condition
 
 
+@pytest.mark.requirement("F-18", "S4-18")
 async def test_the_snippets_of_the_readme_run(names: dict[str, Any]) -> None:
-    """S4-18, F-18: produce through asyncpg and SQLAlchemy, deliver, receive and read: as printed."""
+    """Produce through asyncpg and SQLAlchemy, deliver, receive and read: as printed."""
     produce_async, produce_sync, deliver, receive, read = snippets("README.md")
     await execute(produce_async, names)
     await execute(produce_sync, names)
@@ -162,8 +163,9 @@ def placed(order_id: int, **more: Any) -> Message:  # noqa: ANN401
     return Message(topic="orders", type="order.placed", payload=b'{"order_id": %d}' % order_id, **more)
 
 
+@pytest.mark.requirement("F-02", "F-05", "F-18", "F-22", "S1-01", "S1-02", "S1-15")
 async def test_the_page_about_receiving_is_true(receiving: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """S1-01, S1-02, S1-15, F-02, F-05, F-18, F-22: every snippet runs as printed, and does what the page says."""
+    """Every snippet runs as printed, and does what the page says."""
     caplog.set_level(logging.DEBUG, "postroom")
     names, pool, broker = receiving, receiving["pool"], receiving["broker"]
     whole, fan_out, handlers, acking, *others = snippets("docs/consuming.md")
@@ -276,8 +278,9 @@ def defaults(owner: object, *options: str) -> list[object]:
     return [parameters[option].default for option in options]
 
 
+@pytest.mark.requirement("S1-13", "S1-29", "S1-38")
 def test_the_defaults_on_the_page_about_receiving_are_those_of_the_code() -> None:
-    """S1-13, S1-29, S1-38: a default that is changed is changed on the page."""
+    """A default that is changed is changed on the page."""
     rows = re.findall(r"^\| `(\w+)\((\w+)=…\)` \| (.*?) \|", (ROOT / "docs" / "consuming.md").read_text(), re.MULTILINE)
     owners = {**vars(postroom), **vars(postroom.middleware), **vars(postroom.stores)}
 
@@ -334,15 +337,17 @@ def test_every_module_lists_what_it_offers_and_says_what_it_is(name: str) -> Non
     assert [item for item in getattr(module, "__all__", []) if not hasattr(module, item)] == []
 
 
+@pytest.mark.requirement("S4-21")
 def test_no_page_promises_what_nobody_can() -> None:
-    """S4-21: at-least-once delivery and effectively-once handling, never more."""
+    """At-least-once delivery and effectively-once handling, never more."""
     sources = [*PAGES, *(ROOT / "src").rglob("*.py")]
 
     assert [str(path) for path in sources if "exactly-once" in path.read_text().lower()] == []
 
 
+@pytest.mark.requirement("S2-41", "S4-19")
 async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
-    """S4-19, S2-41: a command handler's events are stored with its effect; a consumer skips what it has handled."""
+    """A command handler's events are stored with its effect; a consumer skips what it has handled."""
     pool: asyncpg.Pool = names["pool"]
     await pool.execute("CREATE TABLE handled (consumer text, message_id uuid, PRIMARY KEY (consumer, message_id))")
     await pool.execute("CREATE TABLE stock (reserved int)")
@@ -368,8 +373,9 @@ async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
     assert await pool.fetchval("SELECT reserved FROM stock") == 2
 
 
+@pytest.mark.requirement("S3-25", "S3-27")
 async def test_the_pattern_of_tickets_works_as_printed(names: dict[str, Any], valkey_server: ValkeyClient) -> None:
-    """S3-25, S3-27: on SQL and in Redis."""
+    """On SQL and in Redis."""
     pool = names["pool"]
     await pool.execute("CREATE TABLE seats (name text PRIMARY KEY)")
     *_, on_sql, in_redis = snippets("docs/patterns.md")
@@ -396,8 +402,9 @@ async def test_the_pattern_of_tickets_works_as_printed(names: dict[str, Any], va
     assert isinstance(names["answer"], Enqueued)
 
 
+@pytest.mark.requirement("S0-31")
 async def test_the_page_about_redis_is_true_of_clusters() -> None:
-    """S0-31: stores know by the URL what their server is."""
+    """Stores know by the URL what their server is."""
     [naming] = [snippet for snippet in snippets("docs/redis.md") if "redis+cluster:" in snippet]
     names: dict[str, Any] = {}
 
@@ -407,8 +414,9 @@ async def test_the_page_about_redis_is_true_of_clusters() -> None:
     assert names["by_sentinel"].client.connection_pool.service_name == "mymaster"
 
 
+@pytest.mark.requirement("S4-10")
 async def test_the_snippet_about_configuration_is_true() -> None:
-    """S4-10: a preset is spread into constructors, and a part of it replaced; nothing is opened by that."""
+    """A preset is spread into constructors, and a part of it replaced; nothing is opened by that."""
     [snippet] = snippets("docs/configuration.md")
     names: dict[str, Any] = {}
 
@@ -452,8 +460,9 @@ async def test_the_plain_publisher_of_the_guarantees_delivers() -> None:
     assert Hook.posted == [(str(added.id), b'{"order_id":42}')]
 
 
+@pytest.mark.requirement("S0-05", "S0-06", "S0-29", "S0-58")
 async def test_the_page_about_redis_is_true(valkey_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """S0-05, S0-06, S0-29, S0-58: added in a pipeline, delivered, and handled by code that knows no Redis."""
+    """Added in a pipeline, delivered, and handled by code that knows no Redis."""
     adding, delivering, handling, stacking = (
         snippet.replace("redis://localhost:6379", valkey_url)
         for snippet in snippets("docs/redis.md")

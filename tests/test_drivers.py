@@ -183,8 +183,9 @@ async def test_a_link_that_is_silent_from_the_beginning_ends_in_a_timeout(site: 
     await until(lambda: site.proxy.open == 0, "the half-made connection is closed")
 
 
+@pytest.mark.requirement("G11")
 async def test_many_calls_on_a_silent_link_all_end_in_time(site: Site) -> None:
-    """G11: waiting for a connection counts towards the deadline."""
+    """Waiting for a connection counts towards the deadline."""
     async with opened(site.store(timeout=TIMEOUT, connections=2)) as store:
         site.proxy.black_hole()
 
@@ -222,8 +223,9 @@ async def test_a_link_that_is_cut_during_a_call_is_unavailable_at_once(site: Sit
         assert await store.claim(10, TERMS) == []
 
 
+@pytest.mark.requirement("G12")
 async def test_a_reply_that_breaks_off_is_unavailable(site: Site) -> None:
-    """G12: half an answer is none."""
+    """Half an answer is none."""
     site.add(*[None] * 50)
     async with opened(site.store()) as store:
         await store.stats()
@@ -237,8 +239,9 @@ async def test_a_reply_that_breaks_off_is_unavailable(site: Site) -> None:
         assert len(await store.claim(50, TERMS)) in {0, 50}
 
 
+@pytest.mark.requirement("G12", "S2-37")
 async def test_a_settlement_whose_reply_was_lost_can_be_repeated(site: Site) -> None:
-    """G12, S2-37: the token is still ours, so saying it twice is no loss."""
+    """The token is still ours, so saying it twice is no loss."""
     [message] = site.add(None)
     wire = {"asyncpg": message.id.bytes, "psycopg": message.id.hex.encode(), "asyncmy": b"COMMIT"}
     async with opened(site.store()) as store:
@@ -271,8 +274,9 @@ async def test_a_port_where_nobody_listens_is_unavailable(site: Site) -> None:
 # -- connections -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G11")
 async def test_the_pool_never_exceeds_its_size(site: Site) -> None:
-    """G11: connections are bounded, however many calls there are."""
+    """Connections are bounded, however many calls there are."""
     async with opened(site.store(connections=3)) as store:
         site.proxy.latency = timedelta(milliseconds=2)
 
@@ -283,8 +287,9 @@ async def test_the_pool_never_exceeds_its_size(site: Site) -> None:
     await until(lambda: site.sessions() == [], "all sessions end")
 
 
+@pytest.mark.requirement("G11")
 async def test_a_call_that_is_cancelled_anywhere_leaves_no_transaction_and_no_connection(site: Site) -> None:
-    """G11: cancelled while connecting, beginning, claiming or committing."""
+    """Cancelled while connecting, beginning, claiming or committing."""
     site.add(*[None] * 20, *["k"] * 20)
     dice = random.Random(5)
     store = site.store(connections=2)
@@ -361,8 +366,9 @@ def test_a_forked_child_does_not_use_the_connections_of_its_parent(site: Site) -
     assert child != before
 
 
+@pytest.mark.requirement("G3")
 async def test_claims_are_durable_whatever_the_database_defaults_to(site: Site) -> None:
-    """G3: claims flush the log, and see what others have committed since."""
+    """Claims flush the log, and see what others have committed since."""
     name = urlsplit(site.dsn).path[1:]
     if site.kind != "asyncmy":
         site.run(f"ALTER DATABASE {name} SET synchronous_commit = off")
@@ -402,8 +408,9 @@ async def test_a_store_outlives_the_crash_of_its_mariadb(private_mariadb: MariaD
     await survives_a_killed_server(private_mariadb, ("asyncmy",))
 
 
+@pytest.mark.requirement("G3")
 async def test_a_standby_is_refused_because_claims_need_the_primary(private_postgres: PostgresServer) -> None:
-    """G3: a server in recovery takes no claims, whichever driver asks."""
+    """A server in recovery takes no claims, whichever driver asks."""
     store = store_of("asyncpg", private_postgres.dsn)
     await store.apply_schema()
     await store.close()
@@ -420,9 +427,10 @@ async def test_a_standby_is_refused_because_claims_need_the_primary(private_post
         await store.close()
 
 
+@pytest.mark.requirement("G3")
 @pytest.mark.parametrize("kind", POSTGRES_DRIVERS)
 async def test_a_read_only_database_is_refused(kind: Kind, postgres_dsn: str) -> None:
-    """G3: also where it is no standby."""
+    """Also where it is no standby."""
     store = store_of(kind, postgres_dsn)
     await store.apply_schema()
     await store.close()
@@ -437,8 +445,9 @@ async def test_a_read_only_database_is_refused(kind: Kind, postgres_dsn: str) ->
     await store.close()
 
 
+@pytest.mark.requirement("G3")
 async def test_a_read_only_mariadb_is_refused(private_mariadb: MariaDBServer) -> None:
-    """G3: by the setting when it is opened, and by the server's own refusal afterwards."""
+    """By the setting when it is opened, and by the server's own refusal afterwards."""
     store = MySQLStore(private_mariadb.dsn)
     await store.apply_schema()
     await store.close()
@@ -544,9 +553,10 @@ async def test_mariadb_refuses_credentials_without_telling_the_password(
 # -- locked tables -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.parametrize("kind", POSTGRES_DRIVERS)
 async def test_calls_that_timed_out_do_not_pile_up_on_a_locked_table(kind: Kind, postgres_dsn: str) -> None:
-    """G13: a server does not notice that nobody waits for its answer any more, so it is told when to give up."""
+    """A server does not notice that nobody waits for its answer any more, so it is told when to give up."""
     store = store_of(kind, postgres_dsn, timeout=timedelta(seconds=2), connections=2)
     await store.apply_schema()
 
@@ -565,9 +575,10 @@ async def test_calls_that_timed_out_do_not_pile_up_on_a_locked_table(kind: Kind,
             await until(lambda: waiting() <= 2, "the server gives up")
 
 
+@pytest.mark.requirement("S4-07")
 @pytest.mark.parametrize("kind", POSTGRES_DRIVERS)
 async def test_a_schema_may_take_longer_to_apply_than_any_other_call(kind: Kind, postgres_dsn: str) -> None:
-    """S4-07: DDL waits for the transactions of others; what ends a claim does not end it."""
+    """DDL waits for the transactions of others; what ends a claim does not end it."""
     store = store_of(kind, postgres_dsn, timeout=timedelta(seconds=0.1))
     await store.apply_schema()
     with closing(connect(kind, postgres_dsn)) as connection, connection.cursor() as cursor:
@@ -583,9 +594,10 @@ async def test_a_schema_may_take_longer_to_apply_than_any_other_call(kind: Kind,
     assert (applied, differences) == (False, [])
 
 
+@pytest.mark.requirement("G4")
 @pytest.mark.parametrize("kind", POSTGRES_DRIVERS)
 async def test_claims_are_read_committed_whatever_the_database_defaults_to(kind: Kind, postgres_dsn: str) -> None:
-    """G4: in a stricter isolation claims at the same time would fail instead of skipping each other's rows."""
+    """In a stricter isolation claims at the same time would fail instead of skipping each other's rows."""
     with closing(connect(kind, postgres_dsn)) as connection:
         name = urlsplit(postgres_dsn).path[1:]
         connection.execute(f'ALTER DATABASE "{name}" SET default_transaction_isolation = serializable')
@@ -597,9 +609,10 @@ async def test_claims_are_read_committed_whatever_the_database_defaults_to(kind:
     assert isolation == "read committed"
 
 
+@pytest.mark.requirement("G4", "G9", "S2-28")
 @pytest.mark.parametrize("key", [None, "a"])
 async def test_the_sweep_leaves_a_message_that_is_claimed_while_it_looks(site: Site, key: str | None) -> None:
-    """S2-28, G4, G9: dispatchers may allow different numbers of attempts; what one has in flight the other keeps."""
+    """Dispatchers may allow different numbers of attempts; what one has in flight the other keeps."""
     site.add(key)
     site.run("UPDATE postroom_outbox SET attempts = 5")
     worker = f"X'{uuid4().hex}'" if site.kind == "asyncmy" else f"'{uuid4()}'"
@@ -621,16 +634,18 @@ async def test_the_sweep_leaves_a_message_that_is_claimed_while_it_looks(site: S
     assert site.run("SELECT status, attempts FROM postroom_outbox") == [("processing", 6)]
 
 
+@pytest.mark.requirement("S4-03")
 @pytest.mark.parametrize("query", ["ssl_ca=/etc/ca.pem&ssl=true", "ssl_mode=REQUIRED", "ssl=perhaps", "ssl"])
 def test_a_mysql_option_that_is_not_understood_is_refused_by_name(query: str) -> None:
-    """S4-03: an option that were dropped could be the one that asks for encryption."""
+    """An option that were dropped could be the one that asks for encryption."""
     name = query.partition("=")[0]
     with pytest.raises(ConfigurationError, match=rf"\b{name}\b"):
         MySQLStore(f"mysql://app:secret@localhost/shop?{query}")
 
 
+@pytest.mark.requirement("S4-03")
 async def test_mysql_over_tls_is_asked_for_by_the_url(mariadb_dsn: str) -> None:
-    """S4-03: a server without a certificate is refused instead of being talked to in the clear."""
+    """A server without a certificate is refused instead of being talked to in the clear."""
     store = MySQLStore(f"{mariadb_dsn}?ssl=true", timeout=timedelta(seconds=10))
 
     with pytest.raises(StoreError, match=r"(?i)ssl"):

@@ -137,8 +137,9 @@ class Receiver:
         return [Delivered()] * len(messages)
 
 
+@pytest.mark.requirement("G1", "G2", "G3", "S2-01", "S2-02", "S2-03", "S2-17", "S2-21", "S2-48", "S4-18", "S4-20")
 async def test_what_commits_is_delivered_and_what_rolls_back_is_not(shop: Shop) -> None:
-    """S2-01, S2-02, S2-03, S2-17, S2-21, S2-48, S4-18, S4-20, G1, G2, G3: delivered = committed, as sets."""
+    """Delivered = committed, as sets."""
     receiver, committed = Receiver(), set[UUID]()
     dispatcher = Dispatcher(shop.store, receiver, poll_interval=20 * MS)
     running = asyncio.create_task(dispatcher.run())
@@ -155,8 +156,9 @@ async def test_what_commits_is_delivered_and_what_rolls_back_is_not(shop: Shop) 
     assert (await shop.store.stats()).delivered == 44
 
 
+@pytest.mark.requirement("G13", "S4-20")
 async def test_a_ten_minute_outage_on_a_backlog_leaves_no_dead_letter(shop: Shop) -> None:
-    """G13, S4-20: ten minutes at a 200th of the time: 0 dead, no attempt spent, full delivery."""
+    """Ten minutes at a 200th of the time: 0 dead, no attempt spent, full delivery."""
     scale = 200
     receiver = Receiver()
     receiver.is_down = True
@@ -186,8 +188,9 @@ async def test_a_ten_minute_outage_on_a_backlog_leaves_no_dead_letter(shop: Shop
     assert (after.dead, after.delivered) == (0, 10_000)
 
 
+@pytest.mark.requirement("G5", "S1-33", "S2-41", "S2-52")
 async def test_a_consumer_that_is_idempotent_on_the_id_sees_each_event_once(shop: Shop) -> None:
-    """S2-41, S2-52, S1-33, G5: the id is the same over all attempts, so duplicates can be told."""
+    """The id is the same over all attempts, so duplicates can be told."""
     placed = set(await shop.place_orders(50))
     effects, deliveries, rng = set[UUID](), 0, random.Random(7)
 
@@ -215,8 +218,9 @@ async def test_a_consumer_that_is_idempotent_on_the_id_sees_each_event_once(shop
     assert deliveries > 50
 
 
+@pytest.mark.requirement("S2-04")
 async def test_a_damaged_row_is_dead_with_a_reason_and_stops_nothing(sqlite_path: str) -> None:
-    """S2-04: what cannot be decoded is surfaced; the others are delivered."""
+    """What cannot be decoded is surfaced; the others are delivered."""
     shop = await _sqlite(sqlite_path)
     await shop.store.apply_schema()
     await shop.store.open()
@@ -234,8 +238,9 @@ async def test_a_damaged_row_is_dead_with_a_reason_and_stops_nothing(sqlite_path
     assert [event.message_id for event in told if isinstance(event, ev.Died)] == [damaged]
 
 
+@pytest.mark.requirement("G6")
 async def test_a_damaged_row_blocks_its_own_key(sqlite_path: str) -> None:
-    """G6: what follows an unreadable message of its key is not published from the same batch."""
+    """What follows an unreadable message of its key is not published from the same batch."""
     shop = await _sqlite(sqlite_path)
     await shop.store.apply_schema()
     await shop.store.open()
@@ -252,8 +257,9 @@ async def test_a_damaged_row_blocks_its_own_key(sqlite_path: str) -> None:
     assert (stats.dead, stats.pending, stats.delivered) == (1, 2, 1)
 
 
+@pytest.mark.requirement("G2", "S1-34", "S4-13")
 async def test_a_database_that_crashes_and_comes_back_costs_nothing(private_postgres: PostgresServer) -> None:
-    """S4-13, S1-34, G2: kill -9 of the server in the middle; delivery goes on by itself when it is back."""
+    """Kill -9 of the server in the middle; delivery goes on by itself when it is back."""
     shop = await _postgres(private_postgres.dsn, "asyncpg")
     await shop.store.apply_schema()
     await shop.store.open()
@@ -283,8 +289,9 @@ async def test_a_database_that_crashes_and_comes_back_costs_nothing(private_post
     assert set(receiver.received) - committed == set()
 
 
+@pytest.mark.requirement("S4-23")
 async def test_a_notification_wakes_a_dispatcher_of_another_process(postgres_dsn: str) -> None:
-    """S4-23: the hint travels through PostgreSQL, outside the producer's transaction."""
+    """The hint travels through PostgreSQL, outside the producer's transaction."""
     shop = await _postgres(postgres_dsn, "asyncpg")
     await shop.store.apply_schema()
     producer = PostgresStore(postgres_dsn, namespace="shop")
@@ -302,8 +309,9 @@ async def test_a_notification_wakes_a_dispatcher_of_another_process(postgres_dsn
     await shop.store.close()
 
 
+@pytest.mark.requirement("S4-01")
 def test_importing_postroom_loads_no_third_party_module() -> None:
-    """S4-01: the kernel needs the standard library alone."""
+    """The kernel needs the standard library alone."""
     code = (
         "import sys; before = set(sys.modules); import postroom, postroom.stores; "
         "names = {name.partition('.')[0] for name in set(sys.modules) - before}; "

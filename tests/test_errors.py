@@ -28,16 +28,18 @@ def drawn() -> dict[str, str]:
     return parents
 
 
+@pytest.mark.requirement("G12")
 def test_the_tree_in_the_docstring_is_the_hierarchy() -> None:
-    """G12: who must act is told by the branch an error is on."""
+    """Who must act is told by the branch an error is on."""
     real = {kind.__name__: "" if kind is PostroomError else kind.__bases__[0].__name__ for kind in CLASSES}
 
     assert len(real) > 30
     assert drawn() == real
 
 
+@pytest.mark.requirement("G12")
 def test_every_error_is_exported_and_explained() -> None:
-    """G12: an error that cannot be named cannot be caught."""
+    """An error that cannot be named cannot be caught."""
     assert [kind.__name__ for kind in CLASSES if not kind.__doc__ or kind.__doc__ == PostroomError.__doc__] == [
         "PostroomError"
     ]
@@ -82,26 +84,30 @@ MADE = [
 ]
 
 
+@pytest.mark.requirement("G12")
 @pytest.mark.parametrize(("error", "remedy"), MADE)
 def test_an_error_says_what_to_do(error: PostroomError, remedy: str) -> None:
-    """G12: what happened, and what to do about it."""
+    """What happened, and what to do about it."""
     assert re.search(remedy, str(error))
 
 
+@pytest.mark.requirement("G12")
 def test_every_error_that_words_its_message_is_among_those() -> None:
-    """G12: one that takes its text from where it is raised is tested there."""
+    """One that takes its text from where it is raised is tested there."""
     wording = {kind for kind in CLASSES if "__init__" in vars(kind)} - {errors.InvalidHeaderError}
 
     assert {type(error) for error, _ in MADE} == wording
 
 
+@pytest.mark.requirement("G11")
 def test_a_long_text_is_cut_in_an_error() -> None:
-    """G11: an error text has a limit."""
+    """An error text has a limit."""
     assert len(str(errors.InvalidTopicError("x" * 100_000, 249))) < 250
 
 
+@pytest.mark.requirement("G12")
 async def test_an_unknown_commit_can_be_asked_about_if_somebody_knows() -> None:
-    """G12: by whoever knows what the transaction wrote; without one the error says so."""
+    """By whoever knows what the transaction wrote; without one the error says so."""
     error = errors.CommitUnknownError()
     with pytest.raises(errors.ConfigurationError, match="use an inbox, or look yourself"):
         await error.resolve()

@@ -63,17 +63,19 @@ def levels(path: Path) -> dict[str, tuple[int, int]]:
     return {item: (free, reserved) for item, free, reserved in rows}
 
 
+@pytest.mark.requirement("F-18", "S0-05", "S0-14", "S0-29")
 @pytest.mark.parametrize("handlers", ALL_HANDLERS, ids=lambda path: path.parent.name)
 def test_the_handlers_know_neither_databases_nor_transactions(handlers: Path) -> None:
-    """F-18, S0-05, S0-14, S0-29: what a handler imports is what it knows; those on Redis have no import of Redis."""
+    """What a handler imports is what it knows; those on Redis have no import of Redis."""
     names = imports(handlers.read_text())
 
     assert "postroom.Router" in names
     assert forbidden(names) == set()
 
 
+@pytest.mark.requirement("F-18")
 def test_the_adapter_does_know_them() -> None:
-    """F-18: so the check can tell a module that does from one that does not."""
+    """So the check can tell a module that does from one that does not."""
     names = imports((HANDLERS.parent / "repository.py").read_text())
 
     assert forbidden(names) == {"sqlite3", "postroom.current_transaction"}
@@ -81,8 +83,9 @@ def test_the_adapter_does_know_them() -> None:
     assert forbidden({".repository", "postroom.stores.SQLiteStore", "postroom.transaction"}) != set()
 
 
+@pytest.mark.requirement("G7", "S1-42", "S1-43")
 async def test_an_order_that_comes_twice_is_reserved_once(sqlite_path: Path) -> None:
-    """G7, S1-42, S1-43: reserved, told of, and skipped the second time."""
+    """Reserved, told of, and skipped the second time."""
     prepare(sqlite_path)
 
     await main(sqlite_path)
@@ -90,8 +93,9 @@ async def test_an_order_that_comes_twice_is_reserved_once(sqlite_path: Path) -> 
     assert levels(sqlite_path) == {"chair": (8, 2), "table": (0, 1)}
 
 
+@pytest.mark.requirement("S1-42")
 def test_the_example_runs_as_a_program() -> None:
-    """S1-42: as the first lines of the example say."""
+    """As the first lines of the example say."""
     done = subprocess.run(
         [sys.executable, "-m", "examples.stock"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -104,8 +108,9 @@ def test_the_example_runs_as_a_program() -> None:
     ]
 
 
+@pytest.mark.requirement("G7", "S1-21")
 async def test_the_example_is_idempotent(sqlite_path: Path) -> None:
-    """G7, S1-21: in every way in which its orders may come."""
+    """In every way in which its orders may come."""
     prepare(sqlite_path)
 
     def refill() -> None:
@@ -129,8 +134,9 @@ def books(url: str) -> dict[str, dict[str, str]]:
     return {key: dict(zip(row[::2], row[1::2], strict=True)) for key, row in rows.items()}
 
 
+@pytest.mark.requirement("G7", "S0-58", "S0-61")
 def test_an_order_in_redis_that_comes_twice_is_placed_once(redis_like_url: str) -> None:
-    """S0-58, S0-61, G7: as a program, as the first lines of the example say; written down, told of, and skipped."""
+    """As a program, as the first lines of the example say; written down, told of, and skipped."""
     done = subprocess.run(
         [sys.executable, "-m", "examples.orders", redis_like_url],
         cwd=ROOT,
@@ -148,8 +154,9 @@ def test_an_order_in_redis_that_comes_twice_is_placed_once(redis_like_url: str) 
     }
 
 
+@pytest.mark.requirement("G7", "S0-02", "S0-58")
 async def test_the_example_in_redis_is_idempotent(redis_like_url: str) -> None:
-    """S0-02, S0-58, G7: in every way in which its commands may come."""
+    """In every way in which its commands may come."""
     store = RedisStore(redis_like_url, namespace=shop.NAMESPACE)
 
     def forget() -> None:
@@ -166,8 +173,9 @@ async def test_the_example_in_redis_is_idempotent(redis_like_url: str) -> None:
     await store.close()
 
 
+@pytest.mark.requirement("S0-61")
 def test_the_package_builds_and_has_everything_that_is_needed(tmp_path: Path) -> None:
-    """S0-61: without a network; every script and every module is in it, and it can be used as it is."""
+    """Without a network; every script and every module is in it, and it can be used as it is."""
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, capture_output=True, timeout=60, check=True)
     [wheel] = tmp_path.glob("*.whl")

@@ -197,8 +197,9 @@ async def receive(store: SQLiteStore, points: Failpoints, router: Router) -> Non
     await consumer.run()
 
 
+@pytest.mark.requirement("F-01", "F-14", "F-16")
 async def test_a_delivery_passes_every_point_up_to_its_acknowledgement_in_order(store: SQLiteStore) -> None:
-    """F-01, F-14, F-16: acknowledging is outermost, and comes after the commit."""
+    """Acknowledging is outermost, and comes after the commit."""
     points, router = Recording(), Router()
 
     @router.on("order.placed")
@@ -220,8 +221,9 @@ async def test_a_delivery_passes_every_point_up_to_its_acknowledgement_in_order(
     ]
 
 
+@pytest.mark.requirement("G8")
 async def test_a_rejected_delivery_is_a_dead_letter_before_it_is_acknowledged(store: SQLiteStore) -> None:
-    """G8: a crash in between leads to a second delivery, never to none."""
+    """A crash in between leads to a second delivery, never to none."""
     points, router = Recording(), Router()
 
     @router.on("order.placed")
@@ -234,8 +236,9 @@ async def test_a_rejected_delivery_is_a_dead_letter_before_it_is_acknowledged(st
     assert "commit.before" not in points.order
 
 
+@pytest.mark.requirement("F-03")
 async def test_a_delivery_that_failed_is_given_back_between_two_points(store: SQLiteStore) -> None:
-    """F-03: what is raised before COMMIT undoes the transaction, and the message comes again."""
+    """What is raised before COMMIT undoes the transaction, and the message comes again."""
     points, router = Recording(), Router()
     points.on("commit.before", raising(RuntimeError("made to fail")))
     handled: list[int] = []

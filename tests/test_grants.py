@@ -130,14 +130,16 @@ def message(number: int, **fields: Any) -> Message:  # noqa: ANN401
     return Message(topic="orders", type="order.placed", payload=str(number).encode(), **fields)
 
 
+@pytest.mark.requirement("S4-24")
 def test_the_page_has_a_block_for_each_role() -> None:
-    """S4-24: none is left untested."""
+    """None is left untested."""
     assert set(BLOCKS) == set(ALLOWED)
 
 
+@pytest.mark.requirement("S4-24")
 @pytest.mark.parametrize("role", sorted(ALLOWED))
 def test_a_role_is_refused_whatever_its_block_does_not_grant(role: str, site: Site) -> None:
-    """S4-24: every verb on every table and view is tried."""
+    """Every verb on every table and view is tried."""
     site.grant(role)
     allowed = set()
     with psycopg.connect(site.url(role), autocommit=True) as connection:
@@ -156,8 +158,9 @@ def test_a_role_is_refused_whatever_its_block_does_not_grant(role: str, site: Si
     assert allowed == ALLOWED[role]
 
 
+@pytest.mark.requirement("S2-34", "S4-24")
 async def test_a_producer_adds_and_hints_and_reads_no_payload(site: Site) -> None:
-    """S4-24, S2-34: with dedupe keys, batches, order by key and tickets."""
+    """With dedupe keys, batches, order by key and tickets."""
     site.grant("producer")
     store = site.store("producer")
     await store.open()
@@ -185,8 +188,9 @@ async def test_a_producer_adds_and_hints_and_reads_no_payload(site: Site) -> Non
     assert await asyncio.to_thread(site.look, "SELECT count(*) FROM postroom_outbox") == [8]
 
 
+@pytest.mark.requirement("S4-24")
 async def test_a_producer_that_may_only_insert_adds_messages_without_dedupe_keys(site: Site) -> None:
-    """S4-24: what the page says the other grants are for."""
+    """What the page says the other grants are for."""
     site.grant("producer", "GRANT INSERT ON postroom_outbox TO producer")
     outbox = Outbox()
     async with site.transaction("producer") as connection:
@@ -201,8 +205,9 @@ async def test_a_producer_that_may_only_insert_adds_messages_without_dedupe_keys
     assert await asyncio.to_thread(site.look, "SELECT count(*) FROM postroom_outbox") == [4]
 
 
+@pytest.mark.requirement("S4-24")
 async def test_a_dispatcher_delivers_retries_and_purges(site: Site) -> None:
-    """S4-24: on both drivers it needs no more than its block."""
+    """On both drivers it needs no more than its block."""
     site.grant("dispatcher")
     site.grant("producer")
     async with site.transaction("producer") as connection:
@@ -229,8 +234,9 @@ async def test_a_dispatcher_delivers_retries_and_purges(site: Site) -> None:
         await store.close()
 
 
+@pytest.mark.requirement("S4-24")
 async def test_a_consumer_marks_adds_buries_and_cleans_up(site: Site) -> None:
-    """S4-24: its handler writes to a table of the application, which the page leaves to it."""
+    """Its handler writes to a table of the application, which the page leaves to it."""
     site.grant("consumer")
     router, handled = Router(), list[int]()
 
@@ -259,8 +265,9 @@ async def test_a_consumer_marks_adds_buries_and_cleans_up(site: Site) -> None:
     assert await asyncio.to_thread(site.look, "SELECT count(*) FROM postroom_outbox") == [2]
 
 
+@pytest.mark.requirement("S4-24")
 async def test_an_operator_looks_at_everything_and_has_dead_messages_sent_again(site: Site) -> None:
-    """S4-24: with the statement of the page."""
+    """With the statement of the page."""
     site.grant("operator")
     site.grant("producer")
     async with site.transaction("producer") as connection:

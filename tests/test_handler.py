@@ -121,14 +121,16 @@ HANDLERS: list[Handler] = [
 ]
 
 
+@pytest.mark.requirement("F-22")
 @pytest.mark.parametrize("handler", HANDLERS, ids=[str(number) for number in range(len(HANDLERS))])
 async def test_whatever_can_be_called_with_one_payload_is_a_handler(handler: Handler) -> None:
-    """F-22: methods, objects, partials and decorated functions, async or plain."""
+    """Methods, objects, partials and decorated functions, async or plain."""
     assert await call(handler) == ORDER
 
 
+@pytest.mark.requirement("F-22")
 async def test_a_payload_becomes_what_its_parameter_is_annotated_with() -> None:
-    """F-22: without an annotation it is the plain value, as bytes what was sent."""
+    """Without an annotation it is the plain value, as bytes what was sent."""
 
     async def untyped(order):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         return order
@@ -158,9 +160,10 @@ class Nowhere:
         raise NotImplementedError
 
 
+@pytest.mark.requirement("F-21", "S4-18")
 @pytest.mark.parametrize("is_plain", [False, True], ids=["async", "plain"])
 async def test_a_handler_may_ask_for_message_delivery_and_transaction(is_plain: bool) -> None:  # noqa: FBT001
-    """F-21, S4-18: by annotation, in any order, beside the payload."""
+    """By annotation, in any order, beside the payload."""
 
     async def ask(message: Message, order: Order, *, delivery: Delivery, transaction: Transaction) -> object:
         return [message, order, delivery, transaction]
@@ -179,8 +182,9 @@ async def test_a_handler_may_ask_for_message_delivery_and_transaction(is_plain: 
     assert given == [MESSAGE, ORDER, delivery, transaction]
 
 
+@pytest.mark.requirement("F-21", "S1-17")
 async def test_a_handler_that_asks_for_what_is_not_there_is_told_where_it_would_be() -> None:
-    """F-21, S1-17: outside a consumer there is no delivery, and without a middleware no transaction."""
+    """Outside a consumer there is no delivery, and without a middleware no transaction."""
 
     async def delivery(delivery: Delivery) -> None: ...
 
@@ -195,8 +199,9 @@ async def test_a_handler_that_asks_for_what_is_not_there_is_told_where_it_would_
 REQUEST: ContextVar[str] = ContextVar("request")
 
 
+@pytest.mark.requirement("F-18")
 async def test_a_plain_handler_runs_on_a_thread_with_the_context_of_its_caller() -> None:
-    """F-18: a handler that blocks holds up nobody, and finds what adapters left for it."""
+    """A handler that blocks holds up nobody, and finds what adapters left for it."""
 
     def handle(order: Order) -> object:
         return threading.current_thread() is threading.main_thread(), REQUEST.get(), order
@@ -208,8 +213,9 @@ async def test_a_plain_handler_runs_on_a_thread_with_the_context_of_its_caller()
         REQUEST.reset(token)
 
 
+@pytest.mark.requirement("F-13", "F-17")
 async def test_a_plain_handler_runs_where_its_transaction_says() -> None:
-    """F-13, F-17: a connection belongs to one thread, and its handler comes to it, with its context."""
+    """A connection belongs to one thread, and its handler comes to it, with its context."""
 
     def handle(order: Order, transaction: Transaction) -> object:
         return threading.current_thread().name, transaction.connection, order
@@ -224,10 +230,11 @@ async def test_a_plain_handler_runs_where_its_transaction_says() -> None:
             assert await call(handle) == ("mine_0", connection, ORDER)
 
 
+@pytest.mark.requirement("F-20")
 @pytest.mark.parametrize("cancels", [1, 3])
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 async def test_a_plain_handler_that_is_cancelled_is_waited_for(cancels: int, fails: bool) -> None:  # noqa: FBT001
-    """F-20: nothing is rolled back under a thread that still writes, however often somebody cancels."""
+    """Nothing is rolled back under a thread that still writes, however often somebody cancels."""
     began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
     def handle(order: Order) -> None:
@@ -261,8 +268,9 @@ async def _coroutine(handler: Handler) -> object:
     return await call(handler)
 
 
+@pytest.mark.requirement("F-18", "F-21")
 async def test_outputs_that_are_yielded_are_all_made_where_the_handler_runs() -> None:
-    """F-21, F-18: a generator's body is the handler, and not what is left of it for the event loop."""
+    """A generator's body is the handler, and not what is left of it for the event loop."""
 
     def plainly(order: Order) -> Iterator[object]:
         yield threading.current_thread() is threading.main_thread()
@@ -277,8 +285,9 @@ async def test_outputs_that_are_yielded_are_all_made_where_the_handler_runs() ->
     assert await call(asynchronously) == [ORDER, ORDER]
 
 
+@pytest.mark.requirement("F-03", "F-20")
 async def test_an_error_of_a_handler_comes_through_as_it_is() -> None:
-    """F-03, F-20: what is raised decides what becomes of the message."""
+    """What is raised decides what becomes of the message."""
 
     async def fail(order: Order) -> None:
         raise LookupError(order.order_id)
@@ -297,8 +306,9 @@ async def test_an_error_of_a_handler_comes_through_as_it_is() -> None:
             await call(stop)
 
 
+@pytest.mark.requirement("F-22")
 async def test_a_payload_that_does_not_fit_never_reaches_the_handler() -> None:
-    """F-22: the handler sees what it is annotated with, or nothing."""
+    """The handler sees what it is annotated with, or nothing."""
     calls: list[object] = []
 
     async def handle(order: list[int]) -> None:
@@ -330,8 +340,9 @@ class Wrapping(JSONCodec):
         return [super().decode(payload, kind)]
 
 
+@pytest.mark.requirement("F-22")
 async def test_a_codec_of_the_application_decodes_for_its_handlers() -> None:
-    """F-22: also one that is made of ours."""
+    """Also one that is made of ours."""
 
     async def handle(order: Order) -> object:
         return order
@@ -353,6 +364,7 @@ async def not_decodable(order: threading.Thread) -> None: ...
 async def unreadable(order: Absent) -> None: ...
 
 
+@pytest.mark.requirement("F-21")
 @pytest.mark.parametrize(
     ("handler", "said"),
     [
@@ -364,14 +376,15 @@ async def unreadable(order: Absent) -> None: ...
     ],
 )
 def test_a_handler_that_cannot_be_served_is_refused_before_there_is_a_message(handler: Handler, said: str) -> None:
-    """F-21: a mistake in a signature is found at the start."""
+    """A mistake in a signature is found at the start."""
     with pytest.raises(ConfigurationError, match=said):
         bound(handler, JSONCodec())
 
 
+@pytest.mark.requirement("F-24")
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
 async def test_what_a_plain_handler_raises_to_end_the_process_reaches_its_own_task(error: BaseException) -> None:
-    """F-24: there it can be settled, or caught by RecoverMiddleware; the event loop goes on."""
+    """There it can be settled, or caught by RecoverMiddleware; the event loop goes on."""
 
     def handler(_: Order) -> None:
         raise error

@@ -97,11 +97,12 @@ async def pool_of(driver: Driver, dsn: str) -> AsyncGenerator[Any]:
             yield pool
 
 
+@pytest.mark.requirement("F-25")
 @pytest.mark.parametrize("driver", DRIVERS)
 async def test_a_statement_of_a_handler_may_take_longer_than_one_of_its_store(
     driver: Driver, postgres_dsn: str
 ) -> None:
-    """F-25: the store gives up a statement after a second or two, the consumer after a minute."""
+    """The store gives up a statement after a second or two, the consumer after a minute."""
     async with opened(postgres_dsn, driver, timeout=timedelta(seconds=1)) as store:
         stack = transactional(store, consumer="stock")
 
@@ -112,11 +113,12 @@ async def test_a_statement_of_a_handler_may_take_longer_than_one_of_its_store(
         assert await consume_one(stack, work, timeout=MINUTE) == "done"
 
 
+@pytest.mark.requirement("F-14", "F-25")
 @pytest.mark.parametrize("driver", DRIVERS)
 async def test_a_handler_on_a_connection_of_the_store_has_a_limit_from_its_consumer_alone(
     driver: Driver, postgres_dsn: str
 ) -> None:
-    """F-14, F-25: twice its timeout, for a process that hangs in a transaction; all else is as the server has it."""
+    """Twice its timeout, for a process that hangs in a transaction; all else is as the server has it."""
     async with opened(postgres_dsn, driver, timeout=timedelta(seconds=10)) as store:
         found = await consume_one(transactional(store, consumer="stock"), settings_inside, timeout=5 * MINUTE)
         short = await consume_one(transactional(store, consumer="b"), settings_inside, timeout=MINUTE / 60)
@@ -125,29 +127,32 @@ async def test_a_handler_on_a_connection_of_the_store_has_a_limit_from_its_consu
     assert short == found  # of several consumers the longest counts
 
 
+@pytest.mark.requirement("F-25")
 @pytest.mark.parametrize("driver", DRIVERS)
 async def test_a_handler_whose_time_is_short_leaves_the_server_a_minute(driver: Driver, postgres_dsn: str) -> None:
-    """F-25: the consumer ends it; what the server does is for processes that hang."""
+    """The consumer ends it; what the server does is for processes that hang."""
     async with opened(postgres_dsn, driver) as store:
         found = await consume_one(TransactionMiddleware(store), settings_inside, timeout=timedelta(seconds=10))
 
     assert found == {**DEFAULTS, "idle_in_transaction_session_timeout": "1min"}
 
 
+@pytest.mark.requirement("F-25")
 @pytest.mark.parametrize("driver", DRIVERS)
 async def test_without_a_timeout_nothing_limits_a_handler(driver: Driver, postgres_dsn: str) -> None:
-    """F-25: neither the consumer nor the server."""
+    """Neither the consumer nor the server."""
     async with opened(postgres_dsn, driver) as store:
         found = await consume_one(transactional(store, consumer="stock"), settings_inside, timeout=None)
 
     assert found == DEFAULTS
 
 
+@pytest.mark.requirement("F-14")
 @pytest.mark.parametrize("driver", DRIVERS)
 async def test_a_handler_on_a_pool_of_the_application_has_the_settings_of_that_pool(
     driver: Driver, postgres_dsn: str
 ) -> None:
-    """F-14: nothing is set there, not even for one transaction."""
+    """Nothing is set there, not even for one transaction."""
     async with opened(postgres_dsn, driver) as store, pool_of(driver, postgres_dsn) as pool:
         stack = transactional(store, consumer="stock", pool=pool)
         found = await consume_one(stack, settings_inside, timeout=MINUTE)
@@ -155,11 +160,12 @@ async def test_a_handler_on_a_pool_of_the_application_has_the_settings_of_that_p
     assert found == DEFAULTS
 
 
+@pytest.mark.requirement("S1-28")
 @pytest.mark.parametrize("driver", DRIVERS)
 async def test_what_a_handler_committed_is_durable_whatever_the_database_has_by_default(
     driver: Driver, postgres_dsn: str, postgres_server: PostgresClient
 ) -> None:
-    """S1-28: the message is acknowledged after it; isolation and all else are the database's."""
+    """The message is acknowledged after it; isolation and all else are the database's."""
     name = postgres_dsn.rpartition("/")[2]
     for setting in ("synchronous_commit = off", "default_transaction_isolation = 'repeatable read'"):
         postgres_server.query(f'ALTER DATABASE "{name}" SET {setting}')
@@ -170,11 +176,12 @@ async def test_what_a_handler_committed_is_durable_whatever_the_database_has_by_
     assert found == {**DEFAULTS, **isolation}
 
 
+@pytest.mark.requirement("F-14")
 @pytest.mark.parametrize("driver", DRIVERS)
 async def test_a_session_that_a_handler_was_given_keeps_nothing_of_its_transaction(
     driver: Driver, postgres_dsn: str
 ) -> None:
-    """F-14: what is set for a handler ends with its transaction."""
+    """What is set for a handler ends with its transaction."""
     show = "SHOW idle_in_transaction_session_timeout"
     async with opened(postgres_dsn, driver) as store:
         TransactionMiddleware(store).limit_to(MINUTE)
@@ -186,11 +193,12 @@ async def test_a_session_that_a_handler_was_given_keeps_nothing_of_its_transacti
     assert (inside, after) == ([("2min",)], [("0",)])
 
 
+@pytest.mark.requirement("G13", "S1-21")
 @pytest.mark.parametrize("driver", DRIVERS)
 async def test_a_message_that_another_consumer_has_waits_as_long_as_a_call_of_the_store(
     driver: Driver, postgres_dsn: str
 ) -> None:
-    """G13, S1-21: nothing of the handler has begun by then, so it costs no attempt."""
+    """Nothing of the handler has begun by then, so it costs no attempt."""
     content = Message(topic="orders", type="order.placed", payload=b"{}", attempt=1)
 
     async def never(_: Message) -> list[Message]:
@@ -210,8 +218,9 @@ async def test_a_message_that_another_consumer_has_waits_as_long_as_a_call_of_th
     assert caught.value.is_outage
 
 
+@pytest.mark.requirement("F-14")
 async def test_a_handler_on_mariadb_has_the_isolation_of_its_server(mariadb_dsn: str) -> None:
-    """F-14: claims need another one, on sessions of their own."""
+    """Claims need another one, on sessions of their own."""
     store = MySQLStore(mariadb_dsn)
     await store.apply_schema()
     ask = asking(MY, mariadb_dsn)

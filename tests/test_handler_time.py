@@ -102,8 +102,9 @@ def _narrow(kind: str, dsn: str) -> SQLStore:
 # -- before the handler ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-25")
 async def test_a_message_that_waits_for_a_connection_longer_than_the_timeout_costs_no_attempt(narrow: Shop) -> None:
-    """F-25: a handler that hangs holds the only connection; it alone spends attempts."""
+    """A handler that hangs holds the only connection; it alone spends attempts."""
     desk = Desk(transactional(narrow.store, consumer="stock"))
     handled: list[tuple[int, int]] = []
 

@@ -145,15 +145,17 @@ async def failure(shop: Shop, handler: Handler | Router, *messages: Message) -> 
 # -- good ones -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G7", "G8", "S1-01", "S1-21")
 async def test_a_handler_that_works_in_its_transaction_passes(shop: Shop) -> None:
-    """G7, G8, S1-01, S1-21: twice, at once, crashed, refused and cancelled at every await, it ends alike."""
+    """Twice, at once, crashed, refused and cancelled at every await, it ends alike."""
     await shop.check(shop.reserve)
 
     assert shop.rows(shop.path) == [("chair", 3), ("table", 1)]
 
 
+@pytest.mark.requirement("S1-02")
 async def test_a_router_with_middlewares_of_the_user_passes(shop: Shop) -> None:
-    """S1-02: the stack may be put together by hand, and outputs may name the message that led to them."""
+    """The stack may be put together by hand, and outputs may name the message that led to them."""
     router = Router(topic="stock")
     router.add(OrderPlaced, shop.reserve)
     stack: list[Middleware] = [
@@ -167,8 +169,9 @@ async def test_a_router_with_middlewares_of_the_user_passes(shop: Shop) -> None:
     await shop.check(router, middlewares=stack)
 
 
+@pytest.mark.requirement("S1-21")
 async def test_an_optimistic_inbox_passes(shop: Shop) -> None:
-    """S1-21: who marks last undoes what was done twice."""
+    """Who marks last undoes what was done twice."""
     stack: list[Middleware] = [transactional(shop.store, consumer="stock", mode="optimistic")]
 
     await shop.check(shop.reserve, ORDERS[0], middlewares=stack)
@@ -235,8 +238,9 @@ async def test_order_between_keys_may_matter_if_that_is_said(shop: Shop) -> None
     ]
 
 
+@pytest.mark.requirement("G7", "S1-21")
 async def test_a_handler_on_a_pool_of_its_own_passes(postgres_dsn: str) -> None:
-    """G7, S1-21: on PostgreSQL two deliveries do run at once, and a cancelled one takes its connection with it."""
+    """On PostgreSQL two deliveries do run at once, and a cancelled one takes its connection with it."""
     store = PostgresStore(postgres_dsn)
     await store.apply_schema()
     async with asyncpg.create_pool(postgres_dsn, min_size=1, max_size=3) as pool:
@@ -320,8 +324,9 @@ async def test_a_swallowed_error_is_caught(shop: Shop) -> None:
     assert "state['stock']: expected [['chair', 2]], found []" in said
 
 
+@pytest.mark.requirement("G8")
 async def test_a_middleware_that_swallows_errors_is_caught(shop: Shop) -> None:
-    """G8: what is acknowledged without its effect is lost."""
+    """What is acknowledged without its effect is lost."""
 
     async def forgive(message: Message, call_next: Next) -> Sequence[Message]:
         try:
@@ -375,8 +380,9 @@ async def test_a_task_that_the_handler_waits_for_is_fine(shop: Shop) -> None:
     await shop.check(parallel, ORDERS[0])
 
 
+@pytest.mark.requirement("S1-15")
 async def test_a_missing_inbox_is_caught(shop: Shop) -> None:
-    """S1-15: without it every redelivery counts, and its outputs are sent again."""
+    """Without it every redelivery counts, and its outputs are sent again."""
     stack: list[Middleware] = [TransactionMiddleware(shop.store), OutboxMiddleware(shop.store.outbox())]
 
     with pytest.raises(AssertionError) as caught:

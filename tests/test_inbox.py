@@ -108,10 +108,11 @@ async def here(function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: A
 # -- on every library ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G7", "S1-14", "S1-15", "S1-16")
 async def test_a_message_is_admitted_once_for_each_consumer_and_tenant(
     library: Library, databases: Databases, inbox: Inbox
 ) -> None:
-    """S1-14, S1-15, S1-16, G7: the same id is a duplicate for the same consumer and tenant, and for nobody else."""
+    """The same id is a duplicate for the same consumer and tenant, and for nobody else."""
     first, second = message(), message()
     of_tenant = message(id=first.id, tenant_id=TENANT)
     other = Inbox(f"{inbox.consumer}-other")
@@ -138,8 +139,9 @@ async def test_a_message_is_admitted_once_for_each_consumer_and_tenant(
     assert marks(databases, library, other) == 1
 
 
+@pytest.mark.requirement("G7", "S1-01")
 async def test_what_was_rolled_back_is_admitted_again(library: Library, databases: Databases, inbox: Inbox) -> None:
-    """S1-01, G7: the mark shares the fate of the effect."""
+    """The mark shares the fate of the effect."""
     handled = message()
 
     async with library.opened(databases) as link:
@@ -155,10 +157,11 @@ async def test_what_was_rolled_back_is_admitted_again(library: Library, database
     assert marks(databases, library, inbox) == 1
 
 
+@pytest.mark.requirement("S1-20")
 async def test_after_a_duplicate_the_transaction_goes_on_and_commits(
     library: Library, databases: Databases, inbox: Inbox
 ) -> None:
-    """S1-20: a duplicate is no error, which PostgreSQL would answer with a silent ROLLBACK."""
+    """A duplicate is no error, which PostgreSQL would answer with a silent ROLLBACK."""
     handled, effect = message(), uuid4().hex
 
     async with library.opened(databases) as link:
@@ -173,8 +176,9 @@ async def test_after_a_duplicate_the_transaction_goes_on_and_commits(
     assert marks(databases, library, inbox) == 1
 
 
+@pytest.mark.requirement("S1-17")
 async def test_a_mark_alone_is_refused(library: Library, databases: Databases, inbox: Inbox) -> None:
-    """S1-17: without a transaction a mark would outlive the effect that failed."""
+    """Without a transaction a mark would outlive the effect that failed."""
     async with library.opened(databases, autocommit=True) as link:
         writer = writer_of(link.handle)
         with pytest.raises(NotInTransactionError):
@@ -189,8 +193,9 @@ async def test_a_mark_alone_is_refused(library: Library, databases: Databases, i
     assert marks(databases, library, inbox) == 0
 
 
+@pytest.mark.requirement("S1-04", "S1-19")
 async def test_a_missing_inbox_is_told_by_its_name_and_with_its_remedy(library: Library, databases: Databases) -> None:
-    """S1-04, S1-19: nothing is created by itself, and no payload is shown."""
+    """Nothing is created by itself, and no payload is shown."""
     nowhere = Inbox("stock", table="no_such_inbox")
     card = message(headers={"card": "canary-4111"})
 
@@ -208,11 +213,12 @@ async def test_a_missing_inbox_is_told_by_its_name_and_with_its_remedy(library: 
     assert "canary-4111" not in f"{buried.value} {buried.value.__cause__}"
 
 
+@pytest.mark.requirement("S1-19")
 @pytest.mark.parametrize("name", [library.name for library in LIBRARIES if library.database == "postgres"])
 async def test_a_transaction_that_has_failed_admits_nothing(
     name: str, databases: Databases, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S1-19: whoever caught the error of a statement is told that the transaction is lost."""
+    """Whoever caught the error of a statement is told that the transaction is lost."""
     monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")
     library = next(library for library in LIBRARIES if library.name == name)
 
@@ -225,10 +231,11 @@ async def test_a_transaction_that_has_failed_admits_nothing(
         await link.rollback()
 
 
+@pytest.mark.requirement("S1-05", "S1-38", "S1-40")
 async def test_old_marks_of_one_consumer_are_deleted_in_chunks_oldest_first(
     library: Library, databases: Databases, inbox: Inbox
 ) -> None:
-    """S1-05, S1-38, S1-40: by the database's clock, in bounded chunks, and nothing of another consumer or younger."""
+    """By the database's clock, in bounded chunks, and nothing of another consumer or younger."""
     other = Inbox(f"{inbox.consumer}-other")
     old, young = [message(tenant_id=tenant) for tenant in (None, TENANT, None)], [message(), message()]
     async with library.opened(databases) as link:
@@ -268,12 +275,13 @@ DEADLOCK = 1213
 MEETING = ("asyncpg", "psycopg-async", "async-session-asyncpg", "asyncmy", "asyncmy-found-rows")
 
 
+@pytest.mark.requirement("G7", "S1-21")
 @pytest.mark.parametrize("name", [*MEETING, "async-session-asyncmy"])
 @pytest.mark.parametrize("is_committed", [True, False], ids=["committed", "rolled back"])
 async def test_a_duplicate_at_the_same_time_waits_for_how_the_first_one_ends(
     name: str, databases: Databases, inbox: Inbox, *, is_committed: bool
 ) -> None:
-    """S1-21, G7: one effect, whoever of the two it is that commits."""
+    """One effect, whoever of the two it is that commits."""
     library = next(library for library in LIBRARIES if library.name == name)
     handled = message()
     async with library.opened(databases) as one, library.opened(databases) as two:
@@ -293,9 +301,10 @@ async def test_a_duplicate_at_the_same_time_waits_for_how_the_first_one_ends(
     assert marks(databases, library, inbox) == 1
 
 
+@pytest.mark.requirement("S1-21")
 @pytest.mark.parametrize("name", ["asyncpg", "asyncmy"])
 async def test_of_many_that_wait_for_a_rollback_one_is_admitted(name: str, databases: Databases, inbox: Inbox) -> None:
-    """S1-21: where they stand in each other's way, as they do in InnoDB, they begin again like the middleware does."""
+    """Where they stand in each other's way, as they do in InnoDB, they begin again like the middleware does."""
     library = next(library for library in LIBRARIES if library.name == name)
     handled = message()
 
@@ -327,11 +336,12 @@ async def test_of_many_that_wait_for_a_rollback_one_is_admitted(name: str, datab
     assert marks(databases, library, inbox) == 1
 
 
+@pytest.mark.requirement("S1-21")
 @pytest.mark.parametrize("is_committed", [True, False], ids=["committed", "rolled back"])
 async def test_the_write_lock_of_sqlite_keeps_a_duplicate_waiting(
     databases: Databases, inbox: Inbox, *, is_committed: bool
 ) -> None:
-    """S1-21: there the second one waits for as long as its timeout allows."""
+    """There the second one waits for as long as its timeout allows."""
     handled = message()
     one = sqlite3.connect(databases.sqlite, timeout=0)
     hasty = sqlite3.connect(databases.sqlite, timeout=0)
@@ -354,11 +364,12 @@ async def test_the_write_lock_of_sqlite_keeps_a_duplicate_waiting(
     assert (first, second) == (True, not is_committed)
 
 
+@pytest.mark.requirement("S1-40")
 @pytest.mark.parametrize("name", ["asyncpg", "asyncmy"])
 async def test_two_that_clean_up_at_once_do_not_wait_for_each_other(
     name: str, databases: Databases, inbox: Inbox
 ) -> None:
-    """S1-40: what one has locked is passed over by the other."""
+    """What one has locked is passed over by the other."""
     library = next(library for library in LIBRARIES if library.name == name)
     old = [message() for _ in range(4)]
     async with library.opened(databases) as one, library.opened(databases) as two:
@@ -388,8 +399,9 @@ async def test_two_that_clean_up_at_once_do_not_wait_for_each_other(
 # -- settings --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S1-17")
 async def test_the_inbox_works_in_the_transaction_it_is_given(databases: Databases, inbox: Inbox) -> None:
-    """S1-17: through what a middleware holds, whether its connection is async or not."""
+    """Through what a middleware holds, whether its connection is async or not."""
     handled = message()
     for name in ("asyncpg", "sqlite3"):
         library = next(library for library in LIBRARIES if library.name == name)
@@ -404,12 +416,13 @@ async def test_the_inbox_works_in_the_transaction_it_is_given(databases: Databas
         assert not await inbox.was_handled(opener, message())
 
 
+@pytest.mark.requirement("S1-41")
 @pytest.mark.parametrize(
     ("retention", "horizon"),
     [(timedelta(days=1), timedelta(days=4)), (timedelta(days=7), timedelta(days=7, microseconds=1))],
 )
 def test_to_forget_what_may_come_again_is_refused(retention: timedelta, horizon: timedelta) -> None:
-    """S1-41: the message names both, and what to change."""
+    """The message names both, and what to change."""
     with pytest.raises(ConfigurationError, match=r"inbox of 'stock': .* could happen twice; raise retention="):
         Inbox("stock", retention=retention, redelivery_horizon=horizon)
 
@@ -420,16 +433,18 @@ def test_to_forget_what_may_come_again_is_refused(retention: timedelta, horizon:
     kept.check_horizon(None)
 
 
+@pytest.mark.requirement("S1-13")
 @pytest.mark.parametrize("options", [{"retention": timedelta(0)}, {"retention": -timedelta(1)}, {"mode": "sometimes"}])
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
-    """S1-13: at once, rather than at the first message."""
+    """At once, rather than at the first message."""
     with pytest.raises(ConfigurationError, match="must be"):
         Inbox("stock", **options)
 
 
+@pytest.mark.requirement("S1-13")
 @pytest.mark.parametrize("consumer", ["", " ", "a\x00", "a" * 101, " stock"])
 def test_a_consumer_needs_a_name_that_every_database_keeps(consumer: str) -> None:
-    """S1-13: two names that a database takes for one would share their marks."""
+    """Two names that a database takes for one would share their marks."""
     with pytest.raises(InvalidNameError, match="cannot name a consumer"):
         Inbox(consumer)
 
@@ -443,8 +458,9 @@ def stores(path: Path) -> list[SQLStore]:
     ]
 
 
+@pytest.mark.requirement("S1-11", "S1-13", "S1-22")
 def test_a_store_hands_out_its_inbox_and_its_outbox(tmp_path: Path) -> None:
-    """S1-11, S1-13, S1-22: under the names that the store was given; nothing is connected."""
+    """Under the names that the store was given; nothing is connected."""
     for store in stores(tmp_path):
         inbox = store.inbox("stock", mode="optimistic", retention=timedelta(days=2))
         outbox = store.outbox()
@@ -459,8 +475,9 @@ def test_a_store_hands_out_its_inbox_and_its_outbox(tmp_path: Path) -> None:
             store.inbox("stock", retention=timedelta(days=1), redelivery_horizon=timedelta(days=2))
 
 
+@pytest.mark.requirement("S1-17")
 def test_a_memory_store_says_that_it_has_no_inbox(inbox: Inbox) -> None:
-    """S1-17: a mark that no effect is bound to would be a promise that is not kept."""
+    """A mark that no effect is bound to would be a promise that is not kept."""
     with MemoryStore().transaction() as transaction:
         writer = writer_of(transaction)
         for call in (

@@ -35,8 +35,9 @@ def message(**parts: Any) -> Message:  # noqa: ANN401
     return Message(**{"topic": "orders", "type": "order.placed", "payload": b"{}", **parts})
 
 
+@pytest.mark.requirement("G5")
 def test_an_id_is_a_uuid_of_version_7_that_rises_with_time() -> None:
-    """G5: ids are made by the client, and sort by the moment they were made at."""
+    """Ids are made by the client, and sort by the moment they were made at."""
     before = datetime.now(UTC)
     ids = [uuid7() for _ in range(1000)]
     after = datetime.now(UTC)
@@ -48,8 +49,9 @@ def test_an_id_is_a_uuid_of_version_7_that_rises_with_time() -> None:
     assert int(before.timestamp() * 1000) <= moments[0] <= moments[-1] <= int(after.timestamp() * 1000)
 
 
+@pytest.mark.requirement("G5")
 def test_a_message_keeps_its_id_and_cannot_be_changed() -> None:
-    """G5: what changes from one delivery to the next does not make another message."""
+    """What changes from one delivery to the next does not make another message."""
     first = message()
 
     with pytest.raises(FrozenInstanceError):
@@ -58,8 +60,9 @@ def test_a_message_keeps_its_id_and_cannot_be_changed() -> None:
     assert message() != first
 
 
+@pytest.mark.requirement("G11")
 def test_a_repr_shows_neither_payload_nor_headers() -> None:
-    """G11: reprs end up in logs."""
+    """Reprs end up in logs."""
     shown = repr(message(payload=b"canary-4111", headers={"authorization": "canary-4111"}, key="k"))
 
     assert "canary" not in shown
@@ -67,8 +70,9 @@ def test_a_repr_shows_neither_payload_nor_headers() -> None:
     assert "'k'" in shown
 
 
+@pytest.mark.requirement("S2-16")
 def test_attributes_are_those_of_cloudevents() -> None:
-    """S2-16: a message needs no translation to travel as an event."""
+    """A message needs no translation to travel as an event."""
     stored = message(id=TENANT, key="42", namespace="shop", time=datetime(2026, 1, 2, tzinfo=UTC))
 
     assert stored.attributes == {
@@ -84,6 +88,7 @@ def test_attributes_are_those_of_cloudevents() -> None:
     assert "subject" not in message().attributes
 
 
+@pytest.mark.requirement("G11", "S2-12", "S2-15")
 @pytest.mark.parametrize(
     "parts",
     [
@@ -103,13 +108,14 @@ def test_attributes_are_those_of_cloudevents() -> None:
     ],
 )
 def test_what_is_within_the_limits_is_accepted(parts: dict[str, Any]) -> None:
-    """G11, S2-12, S2-15: exactly at a limit is within it; both ways to write a tenant are known."""
+    """Exactly at a limit is within it; both ways to write a tenant are known."""
     validate(message(**parts), LIMITS)
 
 
 BAD_NAMES: list[object] = ["", " x", "x ", "a\x00b", "a\nb", "a\x7f", "a\x9f", "\ud800", 5, b"x"]
 
 
+@pytest.mark.requirement("G11", "S2-14", "S2-15")
 @pytest.mark.parametrize(
     ("parts", "error", "remedy"),
     [
@@ -138,7 +144,7 @@ BAD_NAMES: list[object] = ["", " x", "x ", "a\x00b", "a\nb", "a\x7f", "a\x9f", "
     ],
 )
 def test_what_is_not_is_refused_with_its_remedy(parts: dict[str, Any], error: type[MessageError], remedy: str) -> None:
-    """G11, S2-14, S2-15: a distinct error for each part, which shows no payload and no header value."""
+    """A distinct error for each part, which shows no payload and no header value."""
     with pytest.raises(error) as caught:
         validate(message(**parts), LIMITS)
 
@@ -148,14 +154,16 @@ def test_what_is_not_is_refused_with_its_remedy(parts: dict[str, Any], error: ty
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.requirement("S2-13", "S2-15")
 def test_a_tenant_and_a_dedupe_key_need_not_agree_if_keys_are_opaque() -> None:
-    """S2-13, S2-15: the policy switch."""
+    """The policy switch."""
     validate(message(tenant_id=TENANT, dedupe_key="order-42"), LIMITS, opaque_dedupe_keys=True)
 
 
+@pytest.mark.requirement("G11")
 @pytest.mark.parametrize(("name", "value"), [("payload", 0), ("headers", -1), ("header_bytes", -1)])
 def test_limits_that_refuse_everything_are_refused_themselves(name: str, value: int) -> None:
-    """G11: a mistake in the settings is told at the start, not at every message."""
+    """A mistake in the settings is told at the start, not at every message."""
     with pytest.raises(ConfigurationError, match=f"{name}={value} must be an int of at least"):
         Limits(**cast("Any", {name: value}))
 
@@ -163,8 +171,9 @@ def test_limits_that_refuse_everything_are_refused_themselves(name: str, value: 
 REGION = Local[str]("region")
 
 
+@pytest.mark.requirement("F-08", "F-09")
 def test_components_that_use_the_same_word_do_not_overwrite_each_other() -> None:
-    """F-08, F-09: a value is found by the object it was put with; the message that it was put on stays as it was."""
+    """A value is found by the object it was put with; the message that it was put on stays as it was."""
     mine, theirs = Local[int]("trace"), Local[int]("trace")
     first = message()
 
@@ -177,8 +186,9 @@ def test_components_that_use_the_same_word_do_not_overwrite_each_other() -> None
     assert repr(mine) == "Local('trace')"
 
 
+@pytest.mark.requirement("F-10", "F-11")
 def test_a_copy_keeps_the_values_of_this_process() -> None:
-    """F-10, F-11: whatever is changed of a message on its way through this process."""
+    """Whatever is changed of a message on its way through this process."""
     carrying = REGION.put(message(), "eu")
 
     copies = [
@@ -190,8 +200,9 @@ def test_a_copy_keeps_the_values_of_this_process() -> None:
     assert [REGION.of(each) for each in copies] == ["eu"] * 3
 
 
+@pytest.mark.requirement("F-10")
 def test_a_new_message_starts_without_values_of_this_process() -> None:
-    """F-10: however it is made; no two messages share a place to put them."""
+    """However it is made; no two messages share a place to put them."""
     made = drafted(
         id=TENANT,
         topic="t",
@@ -210,8 +221,9 @@ def test_a_new_message_starts_without_values_of_this_process() -> None:
     assert message().local is not message().local
 
 
+@pytest.mark.requirement("F-08", "F-10", "F-19")
 async def test_values_of_this_process_end_where_a_message_leaves_it() -> None:
-    """F-08, F-10, F-19: in the outbox, at a broker, and in a pickle for another process."""
+    """In the outbox, at a broker, and in a pickle for another process."""
     carrying, store, broker = REGION.put(message(), "eu"), MemoryStore(), MemoryBroker()
 
     with store.transaction() as transaction:
@@ -227,8 +239,9 @@ async def test_values_of_this_process_end_where_a_message_leaves_it() -> None:
     assert pickled == carrying
 
 
+@pytest.mark.requirement("G11", "F-08")
 def test_values_of_this_process_are_neither_shown_nor_compared() -> None:
-    """F-08, G11: they are no part of what a message says."""
+    """They are no part of what a message says."""
     plain = message()
     carrying = REGION.put(plain, "canary")
 

@@ -77,8 +77,9 @@ def raising(error: BaseException) -> Next:
 # -- recover, log, events ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-24")
 async def test_a_handler_that_exits_fails_its_message_only() -> None:
-    """F-24: recover makes an error of what would end the process."""
+    """Recover makes an error of what would end the process."""
 
     async def call_next(_: Message) -> Sequence[Message]:
         sys.exit(3)
@@ -87,17 +88,19 @@ async def test_a_handler_that_exits_fails_its_message_only() -> None:
         await RecoverMiddleware()(order(), call_next)
 
 
+@pytest.mark.requirement("F-20", "F-24")
 @pytest.mark.parametrize("error", [ValueError("plain"), asyncio.CancelledError(), KeyboardInterrupt(), GeneratorExit()])
 async def test_errors_and_the_wish_of_others_to_end_pass_recovery(error: BaseException) -> None:
-    """F-24, F-20: a cancelled task stays cancelled, and an error stays what it is."""
+    """A cancelled task stays cancelled, and an error stays what it is."""
     with pytest.raises(type(error)) as raised:
         await RecoverMiddleware()(order(), raising(error))
 
     assert raised.value is error
 
 
+@pytest.mark.requirement("F-24")
 async def test_the_log_says_what_was_handled_and_never_a_payload(caplog: pytest.LogCaptureFixture) -> None:
-    """F-24: type, id, time and end; the text of an error may quote the payload, so it is left out."""
+    """Type, id, time and end; the text of an error may quote the payload, so it is left out."""
     message = order()
     with caplog.at_level(logging.INFO, "postroom"):
         await LogMiddleware()(message, returning(output()))
@@ -113,8 +116,9 @@ async def test_the_log_says_what_was_handled_and_never_a_payload(caplog: pytest.
     assert getattr(good, "postroom_message_id", None) == message.id
 
 
+@pytest.mark.requirement("F-24")
 async def test_a_listener_is_told_how_each_message_was_handled() -> None:
-    """F-24: what metrics are made of; a listener that fails changes nothing."""
+    """What metrics are made of; a listener that fails changes nothing."""
     told: list[events.Event] = []
 
     def listener(event: events.Event) -> None:
@@ -152,8 +156,9 @@ class Failing:
         return [output()]
 
 
+@pytest.mark.requirement("F-24")
 async def test_a_failed_message_is_tried_again_after_a_wait_that_grows() -> None:
-    """F-24: retry within the delivery, for what passes quickly."""
+    """Retry within the delivery, for what passes quickly."""
     handler, waits = Failing(ValueError(), KeyError()), list[int]()
 
     def backoff(failures: int) -> timedelta:
@@ -172,6 +177,7 @@ async def test_after_the_last_attempt_its_error_is_the_messages() -> None:
         await RetryMiddleware(2, backoff=lambda _: timedelta(0))(order(), handler)
 
 
+@pytest.mark.requirement("G12", "F-24")
 @pytest.mark.parametrize(
     "error",
     [
@@ -184,7 +190,7 @@ async def test_after_the_last_attempt_its_error_is_the_messages() -> None:
     ],
 )
 async def test_what_another_attempt_cannot_mend_is_not_tried_again(error: BaseException) -> None:
-    """F-24, G12: neither what is rejected, nor an unknown commit, nor an end, nor what is not asked for."""
+    """Neither what is rejected, nor an unknown commit, nor an end, nor what is not asked for."""
     handler = Failing(error)
 
     with pytest.raises(type(error)):
@@ -201,18 +207,20 @@ def test_no_attempt_at_all_is_refused() -> None:
 # -- deadline ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-24")
 async def test_a_message_without_an_expiry_has_all_the_time() -> None:
-    """F-24: the deadline is that of the message."""
+    """The deadline is that of the message."""
     made = output()
 
     assert list(await DeadlineMiddleware()(order(), returning(made))) == [made]
 
 
+@pytest.mark.requirement("F-24")
 @pytest.mark.parametrize(
     "moment", ["2026-11-16T12:00:00Z", "2026-11-16T11:59:59.999+00:00", "2026-11-16T13:59:00+02:00"]
 )
 async def test_a_message_that_came_too_late_is_rejected_before_it_is_handled(moment: str) -> None:
-    """F-24: it means nothing any more."""
+    """It means nothing any more."""
     handler = Failing()
 
     with pytest.raises(ExpiredError, match=r"before 2026-11-16T1"):
@@ -221,8 +229,9 @@ async def test_a_message_that_came_too_late_is_rejected_before_it_is_handled(mom
     assert handler.calls == 0
 
 
+@pytest.mark.requirement("F-24")
 async def test_a_handler_at_work_when_the_time_is_over_is_cancelled() -> None:
-    """F-24: and the message is rejected, since another attempt would come later still."""
+    """And the message is rejected, since another attempt would come later still."""
     moment, ended = (NOW + 10 * MS).isoformat(), list[str]()
 
     async def call_next(_: Message) -> Sequence[Message]:
@@ -264,8 +273,9 @@ async def test_an_expiry_that_names_no_moment_is_rejected(moment: str, said: str
 # -- correlation, subject, required ------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-24")
 async def test_outputs_tell_which_story_they_belong_to_and_what_led_to_them() -> None:
-    """F-24: the first message begins the story with its own id, and later ones carry it on."""
+    """The first message begins the story with its own id, and later ones carry it on."""
     first = order()
 
     (second,) = await CorrelationMiddleware()(first, returning(output()))
@@ -282,8 +292,9 @@ async def test_ids_that_a_handler_gave_stay() -> None:
     assert list(await CorrelationMiddleware()(order(), returning())) == []
 
 
+@pytest.mark.requirement("F-24")
 async def test_outputs_take_the_subject_of_their_message() -> None:
-    """F-24: so that what follows from one order stays in order; what has a key keeps it."""
+    """So that what follows from one order stays in order; what has a key keeps it."""
     outputs = await SubjectMiddleware()(order(key="42"), returning(output(), output(key="7")))
     without = await SubjectMiddleware()(order(key=None), returning(output()))
 
@@ -299,8 +310,9 @@ async def test_a_function_may_name_the_subject() -> None:
     assert made.key == "42/stock.reserved"
 
 
+@pytest.mark.requirement("F-24")
 async def test_a_message_that_lacks_an_attribute_is_rejected() -> None:
-    """F-24: validate; all that is missing is named at once."""
+    """Validate; all that is missing is named at once."""
     required = RequiredMiddleware("subject", "source", "time", "tenant", "traceparent")
 
     with pytest.raises(RejectError, match=r"lacks source, time, traceparent$"):
@@ -331,6 +343,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.requirement("F-24")
 @pytest.mark.parametrize(
     ("payload", "rule"),
     [
@@ -341,7 +354,7 @@ SCHEMA = {
     ],
 )
 async def test_a_payload_that_breaks_its_schema_fails_without_being_shown(payload: bytes, rule: str) -> None:
-    """F-24: the error names the rule, neither the value nor a key that may be data."""
+    """The error names the rule, neither the value nor a key that may be data."""
     with pytest.raises(DecodeError) as raised:
         await JSONSchemaMiddleware({"order.placed": SCHEMA})(order(payload=payload), returning())
 
@@ -356,6 +369,7 @@ async def test_a_payload_that_is_no_json_fails(payload: bytes) -> None:
         await JSONSchemaMiddleware({"order.placed": SCHEMA})(order(payload=payload), returning())
 
 
+@pytest.mark.requirement("F-24")
 @pytest.mark.parametrize(
     ("schema", "payload"),
     [
@@ -364,7 +378,7 @@ async def test_a_payload_that_is_no_json_fails(payload: bytes) -> None:
     ],
 )
 async def test_a_payload_that_is_too_much_for_the_validator_fails(schema: dict[str, Any], payload: bytes) -> None:
-    """F-24: it would be each time; and the error holds nothing that shows it."""
+    """It would be each time; and the error holds nothing that shows it."""
     with pytest.raises(DecodeError, match="to be checked") as raised:
         await JSONSchemaMiddleware({"order.placed": schema})(order(payload=payload), returning())
 
@@ -372,6 +386,7 @@ async def test_a_payload_that_is_too_much_for_the_validator_fails(schema: dict[s
     assert raised.value.__suppress_context__
 
 
+@pytest.mark.requirement("F-24")
 @pytest.mark.parametrize(
     "schema",
     [
@@ -381,7 +396,7 @@ async def test_a_payload_that_is_too_much_for_the_validator_fails(schema: dict[s
     ],
 )
 def test_a_schema_that_refers_to_nothing_is_refused_at_once(schema: dict[str, Any]) -> None:
-    """F-24: and not with each message."""
+    """And not with each message."""
     with pytest.raises(ConfigurationError, match="which is not in it"):
         JSONSchemaMiddleware({"order.placed": schema})
 
@@ -445,6 +460,7 @@ LETTERS, AGAIN, STACK = bare(DeadLetterMiddleware), RetryMiddleware(), bare(Tran
 FREE = CorrelationMiddleware()
 
 
+@pytest.mark.requirement("S1-02", "S1-06")
 @pytest.mark.parametrize(
     "middlewares",
     [
@@ -460,10 +476,11 @@ FREE = CorrelationMiddleware()
     ],
 )
 def test_orders_that_keep_their_promises_are_taken(middlewares: list[Middleware]) -> None:
-    """S1-02, S1-06: what has no place may stand anywhere."""
+    """What has no place may stand anywhere."""
     check_order(middlewares)
 
 
+@pytest.mark.requirement("S1-06", "S1-17", "S1-26")
 @pytest.mark.parametrize(
     ("middlewares", "said"),
     [
@@ -487,7 +504,7 @@ def test_orders_that_keep_their_promises_are_taken(middlewares: list[Middleware]
     ],
 )
 def test_orders_that_break_a_promise_are_refused_with_what_to_do(middlewares: list[Middleware], said: str) -> None:
-    """S1-06, S1-17, S1-26: a wrong order is an error at start, not a surprise at run time."""
+    """A wrong order is an error at start, not a surprise at run time."""
     with pytest.raises(MiddlewareOrderError, match=said):
         check_order(middlewares)
 
@@ -498,6 +515,7 @@ LATE_MARKS = InboxMiddleware(RedisInbox("stock", mode="optimistic"))
 SQLITE = TransactionMiddleware("never-opened.db")
 
 
+@pytest.mark.requirement("S0-09", "S0-10")
 @pytest.mark.parametrize(
     "middlewares",
     [
@@ -508,10 +526,11 @@ SQLITE = TransactionMiddleware("never-opened.db")
     ],
 )
 def test_an_inbox_in_redis_stands_on_either_side_of_its_transaction(middlewares: list[Middleware]) -> None:
-    """S0-09, S0-10: the transaction completes what the inbox has claimed before it."""
+    """The transaction completes what the inbox has claimed before it."""
     check_order(middlewares)
 
 
+@pytest.mark.requirement("S0-10", "S1-06")
 @pytest.mark.parametrize(
     ("middlewares", "said"),
     [
@@ -530,13 +549,14 @@ def test_an_inbox_in_redis_stands_on_either_side_of_its_transaction(middlewares:
 def test_an_inbox_outside_of_a_transaction_that_cannot_complete_its_claim_is_refused(
     middlewares: list[Middleware], said: str
 ) -> None:
-    """S0-10, S1-06: in SQL the mark is a row of the transaction; two inboxes would take each other for a duplicate."""
+    """In SQL the mark is a row of the transaction; two inboxes would take each other for a duplicate."""
     with pytest.raises(MiddlewareOrderError, match=said):
         check_order(middlewares)
 
 
+@pytest.mark.requirement("S1-06")
 def test_places_rise_from_the_outermost_to_the_innermost() -> None:
-    """S1-06: acking, transaction, inbox, outbox, handler."""
+    """Acking, transaction, inbox, outbox, handler."""
     assert DEAD_LETTERS < RETRY < CLAIM < TRANSACTION < INBOX < OUTBOX
 
 
@@ -546,8 +566,9 @@ async def test_a_chain_without_middlewares_is_the_handler() -> None:
     assert chained([], handler) is handler
 
 
+@pytest.mark.requirement("F-02")
 async def test_a_middleware_may_answer_for_the_handler_and_change_the_message() -> None:
-    """F-02: one shape, which may do anything around what is inside."""
+    """One shape, which may do anything around what is inside."""
     seen: list[Message] = []
 
     async def handler(message: Message) -> Sequence[Message]:

@@ -235,8 +235,9 @@ REFUSALS = {
 }
 
 
+@pytest.mark.requirement("S2-22")
 def test_the_result_of_a_duplicate_is_false_in_a_condition_and_no_tuple() -> None:
-    """S2-22: ``if outbox.add(...):`` asks whether something was added."""
+    """``if outbox.add(...):`` asks whether something was added."""
     identity = UUID(int=1)
     new, duplicate = AddResult(identity, is_new=True), AddResult(identity, is_new=False)
 
@@ -247,8 +248,9 @@ def test_the_result_of_a_duplicate_is_false_in_a_condition_and_no_tuple() -> Non
     assert duplicate == AddResult(identity, is_new=False) != new
 
 
+@pytest.mark.requirement("S2-17")
 def test_a_named_tuple_is_one_event_with_every_option(sqlite_path: Path) -> None:
-    """S2-17: a dedupe key may stand for it, as for any one event."""
+    """A dedupe key may stand for it, as for any one event."""
     connection = sqlite3.connect(sqlite_path)
     SQLiteStore.create_tables(connection)
     with closing(connection), connection:
@@ -257,9 +259,10 @@ def test_a_named_tuple_is_one_event_with_every_option(sqlite_path: Path) -> None
     assert [result.is_new for result in results] == [True, False]
 
 
+@pytest.mark.requirement("G11", "S1-11", "S1-27", "S2-15")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_bad_input_is_refused_with_its_remedy_and_nothing_is_written(shared: Database, name: str) -> None:
-    """S2-15, S1-11, S1-27, G11: every mistake has an error that says what to do, and shows no payload and no header."""
+    """Every mistake has an error that says what to do, and shows no payload and no header."""
     bad = REFUSALS[name]
 
     with shared.connected() as connection:
@@ -273,6 +276,7 @@ def test_bad_input_is_refused_with_its_remedy_and_nothing_is_written(shared: Dat
     assert shared.count() == 0
 
 
+@pytest.mark.requirement("S4-03")
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
@@ -286,20 +290,22 @@ def test_bad_input_is_refused_with_its_remedy_and_nothing_is_written(shared: Dat
     ids=["object", "url", "sessionmaker", "async_sessionmaker", "engine", "async engine"],
 )
 def test_what_holds_no_transaction_is_refused(make: Callable[[], Any], remedy: str) -> None:
-    """S4-03: the error names what is accepted, and a pool is told from a connection."""
+    """The error names what is accepted, and a pool is told from a connection."""
     with pytest.raises(UnknownConnectionError, match=remedy):
         Outbox().add(make(), {"n": 1}, topic="t")
 
 
+@pytest.mark.requirement("S4-03")
 async def test_a_pool_of_asyncpg_is_refused(postgres_dsn: str) -> None:
-    """S4-03: each statement on a pool may use another connection, so that it can hold no transaction."""
+    """Each statement on a pool may use another connection, so that it can hold no transaction."""
     async with asyncpg.create_pool(postgres_dsn, min_size=0) as pool:
         with pytest.raises(UnknownConnectionError, match="acquire one and begin a transaction"):
             Outbox().add(pool, {"n": 1}, topic="t")  # type: ignore[call-overload]
 
 
+@pytest.mark.requirement("S4-03")
 def test_a_database_without_a_dialect_is_refused() -> None:
-    """S4-03: SQLAlchemy also speaks to databases that postroom does not know."""
+    """SQLAlchemy also speaks to databases that postroom does not know."""
     engine = sqlalchemy.create_engine("sqlite://")
     with engine.connect() as connection:
         engine.dialect.name = "oracle"
@@ -308,14 +314,16 @@ def test_a_database_without_a_dialect_is_refused() -> None:
     engine.dispose()
 
 
+@pytest.mark.requirement("S2-05")
 def test_a_namespace_that_is_none_is_refused_at_once() -> None:
-    """S2-05: a namespace is a name."""
+    """A namespace is a name."""
     with pytest.raises(InvalidNameError, match="1 to 100 printable"):
         Outbox(namespace="")
 
 
+@pytest.mark.requirement("G11", "S2-24")
 def test_a_payload_exactly_at_the_limit_is_stored(database: Database) -> None:
-    """G11, S2-24: a limit is the largest size that is allowed."""
+    """A limit is the largest size that is allowed."""
     payload = b"\xff" * (256 * 1024)
 
     with database.connected() as connection:
@@ -325,8 +333,9 @@ def test_a_payload_exactly_at_the_limit_is_stored(database: Database) -> None:
     assert [bytes(row[0]) for row in database.look("SELECT payload FROM postroom_outbox")] == [payload]
 
 
+@pytest.mark.requirement("S1-25", "S1-26")
 def test_an_empty_list_writes_nothing_and_needs_a_transaction_all_the_same(sqlite_path: Path) -> None:
-    """S1-25, S1-26: what is wrong with many is wrong with none."""
+    """What is wrong with many is wrong with none."""
     connection = sqlite3.connect(sqlite_path, isolation_level=None)
     SQLiteStore.create_tables(connection)
     with pytest.raises(NotInTransactionError):
@@ -379,12 +388,13 @@ AWKWARD = Message(
 )
 
 
+@pytest.mark.requirement("G5", "S2-16", "S2-19", "S2-25")
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(messages=st.lists(MESSAGES, min_size=1, max_size=5, unique_by=lambda m: (m.topic, m.dedupe_key or m.id)))
 @example(messages=[AWKWARD])
 @example(messages=[AWKWARD, Message(topic="t", type="t", payload=b"", tenant_id=TENANT, dedupe_key=f"{TENANT.hex}/1")])
 def test_what_is_accepted_comes_back_unchanged(shared: Database, messages: list[Message]) -> None:
-    """S2-16, S2-19, S2-25, G5: text of any script and bytes of any value survive every database."""
+    """Text of any script and bytes of any value survive every database."""
     with shared.connected() as connection:
         added = Outbox().add(connection, messages)
         connection.commit()
@@ -414,6 +424,7 @@ class OrderPlaced:
     order_id: int
 
 
+@pytest.mark.requirement("S1-23", "S2-16", "S2-17")
 @pytest.mark.parametrize(
     ("event", "options", "expected"),
     [
@@ -425,15 +436,16 @@ class OrderPlaced:
     ],
 )
 def test_an_event_is_encoded_and_named(event: object, options: dict[str, Any], expected: tuple[object, ...]) -> None:
-    """S1-23, S2-16, S2-17: the type is that of the event's class, or what is said."""
+    """The type is that of the event's class, or what is said."""
     message = Outbox(namespace="shop").prepare(event, topic="orders", **options).message
 
     assert (message.payload, message.type, message.content_type) == expected
     assert message.namespace == "shop"
 
 
+@pytest.mark.requirement("G5", "S2-05")
 def test_a_message_is_written_as_it_is_under_the_namespace_of_the_outbox() -> None:
-    """S2-05, G5: a message that is passed on keeps its id."""
+    """A message that is passed on keeps its id."""
     message = Message(topic="orders", payload=b"{}", key="42", headers={"a": "b"})
 
     prepared = Outbox(namespace="shop").prepare(message)
@@ -444,8 +456,9 @@ def test_a_message_is_written_as_it_is_under_the_namespace_of_the_outbox() -> No
     assert (prepared.message.id, prepared.message.key, prepared.message.headers) == (message.id, "42", {"a": "b"})
 
 
+@pytest.mark.requirement("S2-16")
 async def test_headers_changed_before_the_add_is_awaited_do_not_change_the_message(postgres_dsn: str) -> None:
-    """S2-16: what was checked is what is written."""
+    """What was checked is what is written."""
     await apply_schema(Database("postgres", postgres_dsn).store())
     headers = {"a": "b"}
     connection = await asyncpg.connect(postgres_dsn)
@@ -459,8 +472,9 @@ async def test_headers_changed_before_the_add_is_awaited_do_not_change_the_messa
     assert stored == '{"a": "b"}'
 
 
+@pytest.mark.requirement("S1-23")
 def test_a_codec_of_ones_own_is_used() -> None:
-    """S1-23: the payload is whatever the codec makes of the event."""
+    """The payload is whatever the codec makes of the event."""
 
     class Upper:
         content_type = "text/upper"
@@ -476,8 +490,9 @@ def test_a_codec_of_ones_own_is_used() -> None:
     assert (message.payload, message.content_type) == (b"{'A': 1}", "text/upper")
 
 
+@pytest.mark.requirement("S2-12", "S2-13", "S2-15")
 def test_a_tenant_and_an_opaque_dedupe_key_are_stored_apart(database: Database) -> None:
-    """S2-12, S2-13, S2-15: with the switch on, the two may differ; without a tenant it is a system event."""
+    """With the switch on, the two may differ; without a tenant it is a system event."""
     with database.connected() as connection:
         Outbox(opaque_dedupe_keys=True).add(connection, {}, topic="t", tenant_id=TENANT, dedupe_key="order-42")
         Outbox().add(connection, {}, topic="t", tenant_id=TENANT, dedupe_key=f"{TENANT}/order-42")
@@ -516,9 +531,10 @@ DUE = {
 }
 
 
+@pytest.mark.requirement("S2-24")
 @pytest.mark.parametrize("many", [False, True])
 def test_a_delay_is_counted_by_the_clock_of_the_store(database: Database, *, many: bool) -> None:
-    """S2-24, Q2-6: from when it was stored, whatever the time zone of server and client."""
+    """From when it was stored, whatever the time zone of server and client."""
     event: object = [{}, {}] if many else {}
     with database.connected() as connection:
         Outbox().add(connection, event, topic="t", delay=timedelta(hours=1, milliseconds=500))
@@ -530,9 +546,10 @@ def test_a_delay_is_counted_by_the_clock_of_the_store(database: Database, *, man
     assert asyncio.run(claim(database.store(), ClaimTerms(worker=uuid4()))) == []
 
 
+@pytest.mark.requirement("S2-24")
 @pytest.mark.parametrize("many", [False, True])
 def test_a_moment_is_stored_exactly_in_whatever_time_zone_it_was_given(database: Database, *, many: bool) -> None:
-    """S2-24, Q2-6: an aware moment means the same everywhere."""
+    """An aware moment means the same everywhere."""
     event: object = [{}, {}] if many else {}
     moment = datetime(2031, 7, 1, 3, 4, 5, 678_000, tzinfo=timezone(timedelta(hours=-9, minutes=-30)))
     with database.connected() as connection:
@@ -544,8 +561,9 @@ def test_a_moment_is_stored_exactly_in_whatever_time_zone_it_was_given(database:
     assert float(row[0]) == pytest.approx(moment.timestamp(), abs=0.001)
 
 
+@pytest.mark.requirement("S2-24")
 def test_a_moment_in_the_past_is_due_at_once(database: Database) -> None:
-    """S2-24: only the future can be waited for."""
+    """Only the future can be waited for."""
     with database.connected() as connection:
         Outbox().add(connection, {}, topic="t", due_at=datetime.now(UTC) - timedelta(seconds=1))
         Outbox().add(connection, {}, topic="t")
@@ -579,8 +597,9 @@ def session_on(path: Path) -> Iterator[orm.Session]:
     engine.dispose()
 
 
+@pytest.mark.requirement("S2-34")
 def test_a_session_wakes_once_after_its_commit(sqlite_path: Path) -> None:
-    """S2-34: however much was added, one hint is enough; and none before the commit."""
+    """However much was added, one hint is enough; and none before the commit."""
     bell = Bell()
     outbox = Outbox(wake=bell)
     with session_on(sqlite_path) as session:
@@ -595,9 +614,10 @@ def test_a_session_wakes_once_after_its_commit(sqlite_path: Path) -> None:
     assert (before, after, bell.rung) == (0, 1, 1)
 
 
+@pytest.mark.requirement("G3")
 @pytest.mark.parametrize("end", ["rollback", "close"])
 def test_a_session_does_not_wake_for_what_was_rolled_back(sqlite_path: Path, end: str) -> None:
-    """G3: nor does the commit of a later transaction, to which nothing was added."""
+    """Nor does the commit of a later transaction, to which nothing was added."""
     bell = Bell()
     outbox = Outbox(wake=bell)
     with session_on(sqlite_path) as session:
@@ -612,8 +632,9 @@ def test_a_session_does_not_wake_for_what_was_rolled_back(sqlite_path: Path, end
     assert (silent, bell.rung) == (0, 1)
 
 
+@pytest.mark.requirement("G3")
 def test_a_session_does_not_wake_when_a_savepoint_is_released(sqlite_path: Path) -> None:
-    """G3: SQLAlchemy tells of it as of a commit, though nothing is visible yet."""
+    """SQLAlchemy tells of it as of a commit, though nothing is visible yet."""
     bell = Bell()
     outbox = Outbox(wake=bell)
     with session_on(sqlite_path) as session:
@@ -625,8 +646,9 @@ def test_a_session_does_not_wake_when_a_savepoint_is_released(sqlite_path: Path)
     assert (released, bell.rung) == (0, 1)
 
 
+@pytest.mark.requirement("G3")
 def test_a_scoped_session_listens_to_itself_alone(sqlite_path: Path) -> None:
-    """G3: a listener on the registry would hear the commits of all threads."""
+    """A listener on the registry would hear the commits of all threads."""
     bell = Bell()
     with session_on(sqlite_path) as other:
         scoped = orm.scoped_session(orm.sessionmaker(other.get_bind()))
@@ -642,10 +664,11 @@ def test_a_scoped_session_listens_to_itself_alone(sqlite_path: Path) -> None:
     assert (silent, bell.rung) == (0, 1)
 
 
+@pytest.mark.requirement("G12")
 def test_hints_of_a_store_that_was_not_opened_are_reported_once(
     sqlite_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """G12: with what to do, and not with a traceback at every commit."""
+    """With what to do, and not with a traceback at every commit."""
     store = PostgresStore("postgresql://localhost/shop", namespace="shop")
     outbox = Outbox(wake=store.notify)
     with session_on(sqlite_path) as session, caplog.at_level(logging.WARNING, logger="postroom"):
@@ -659,8 +682,9 @@ def test_hints_of_a_store_that_was_not_opened_are_reported_once(
     assert "call `await store.open()`" in record.message
 
 
+@pytest.mark.requirement("G12")
 def test_a_wake_up_that_fails_does_not_fail_the_commit(sqlite_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """G12: a commit that happened must not look like one that did not; it is logged, since someone should know."""
+    """A commit that happened must not look like one that did not; it is logged, since someone should know."""
 
     def broken() -> None:
         raise RuntimeError("the dispatcher is gone")
@@ -686,8 +710,9 @@ async def async_session_on(path: Path) -> AsyncGenerator[AsyncSession]:
     await engine.dispose()
 
 
+@pytest.mark.requirement("G3", "S2-34")
 async def test_an_async_session_wakes_after_its_commit_and_not_after_a_rollback(sqlite_path: Path) -> None:
-    """S2-34, G3: as the sync session that it wraps."""
+    """As the sync session that it wraps."""
     bell = Bell()
     outbox = Outbox(wake=bell)
     async with async_session_on(sqlite_path) as session:
@@ -700,8 +725,9 @@ async def test_an_async_session_wakes_after_its_commit_and_not_after_a_rollback(
     assert (silent, bell.rung) == (0, 1)
 
 
+@pytest.mark.requirement("S2-21", "S4-01")
 def test_the_memory_store_takes_messages_in_its_own_transactions() -> None:
-    """S4-01, S2-21: for tests and demos, with the same call."""
+    """For tests and demos, with the same call."""
     store = MemoryStore()
     with store.transaction() as transaction:
         added = Outbox().add(transaction, {"n": 1}, topic="t")
@@ -712,8 +738,9 @@ def test_the_memory_store_takes_messages_in_its_own_transactions() -> None:
     assert [row.message.id for row in store.rows] == [added.id]
 
 
+@pytest.mark.requirement("G1")
 def test_a_transaction_of_the_memory_store_that_has_ended_takes_messages_only_if_asked() -> None:
-    """G1: what is added after the end would be stored whatever became of the business change."""
+    """What is added after the end would be stored whatever became of the business change."""
     store = MemoryStore()
     with store.transaction() as transaction:
         pass

@@ -27,8 +27,9 @@ def statuses(store: MemoryStore) -> list[str]:
     return [row.status for row in store.rows]
 
 
+@pytest.mark.requirement("S0-49", "S1-30", "S1-32")
 async def test_an_acknowledged_delivery_is_recorded_when_ack_returns() -> None:
-    """S1-30, S1-32, S0-49: ack marks the row as delivered, and has done so when it returns."""
+    """Ack marks the row as delivered, and has done so when it returns."""
     store = MemoryStore()
     add(store, 2)
     async with OutboxSubscriber(store) as deliveries:
@@ -39,8 +40,9 @@ async def test_an_acknowledged_delivery_is_recorded_when_ack_returns() -> None:
     assert statuses(store) == ["delivered", "pending"]
 
 
+@pytest.mark.requirement("S1-32", "S1-36")
 async def test_a_nacked_delivery_comes_again_after_its_delay() -> None:
-    """S1-32, S1-36: nack leaves the message for later, with an attempt spent and a wait."""
+    """Nack leaves the message for later, with an attempt spent and a wait."""
     store, attempts = MemoryStore(), list[int]()
     add(store, 1)
     async with OutboxSubscriber(store, poll_interval=10 * MS) as deliveries:
@@ -73,8 +75,9 @@ async def test_a_reader_gets_what_a_dispatcher_has_parked_and_everything_else() 
     assert parked.message.id in seen
 
 
+@pytest.mark.requirement("S2-04")
 async def test_a_rejected_delivery_is_dead() -> None:
-    """S2-04: the reader can say that a message will never succeed."""
+    """The reader can say that a message will never succeed."""
     store = MemoryStore()
     add(store, 1)
     async with OutboxSubscriber(store) as deliveries:
@@ -96,8 +99,9 @@ async def test_the_first_settlement_counts() -> None:
     assert "Delivered" in repr(delivery)
 
 
+@pytest.mark.requirement("S1-35")
 async def test_rows_in_flight_are_not_emitted_again() -> None:
-    """S1-35: a delivery that is still open is not handed out a second time, however long it takes."""
+    """A delivery that is still open is not handed out a second time, however long it takes."""
     store, lease = MemoryStore(), 150 * MS
     add(store, 1)
     async with OutboxSubscriber(store, lease=lease, poll_interval=10 * MS) as deliveries:
@@ -111,8 +115,9 @@ async def test_rows_in_flight_are_not_emitted_again() -> None:
     assert store.rows[0].message.token == 1
 
 
+@pytest.mark.requirement("S1-30", "S1-37")
 async def test_closing_ends_the_iteration_and_releases_what_is_open() -> None:
-    """S1-30, S1-37: it ends cleanly; open deliveries go back, acknowledged ones are recorded."""
+    """It ends cleanly; open deliveries go back, acknowledged ones are recorded."""
     store, seen = MemoryStore(), list[Delivery]()
     add(store, 3)
     deliveries = OutboxSubscriber(store)
@@ -133,8 +138,9 @@ async def test_closing_ends_the_iteration_and_releases_what_is_open() -> None:
     assert [row.message.attempt for row in store.rows if row.status == "pending"] == [0, 0]
 
 
+@pytest.mark.requirement("S1-35")
 async def test_readers_of_one_outbox_compete() -> None:
-    """S1-35: each message goes to one of them."""
+    """Each message goes to one of them."""
     store = MemoryStore()
     add(store, 20)
     async with OutboxSubscriber(store, batch=10) as one, OutboxSubscriber(store, batch=10) as other:
@@ -163,8 +169,9 @@ async def test_a_dispatcher_and_a_broker_take_every_message_to_every_group() -> 
         assert seen == {row.message.id for row in store.rows}
 
 
+@pytest.mark.requirement("G6")
 async def test_messages_of_a_key_are_handed_out_one_after_the_other() -> None:
-    """G6: the second of a key appears when the first is acknowledged."""
+    """The second of a key appears when the first is acknowledged."""
     store = MemoryStore()
     add(store, 3, key="k")
     numbers: list[bytes] = []
@@ -179,8 +186,9 @@ async def test_messages_of_a_key_are_handed_out_one_after_the_other() -> None:
     assert numbers == [b'{"n":0}', b'{"n":1}', b'{"n":2}']
 
 
+@pytest.mark.requirement("S1-04")
 async def test_what_no_retry_can_mend_is_raised_to_the_reader(sqlite_path: str) -> None:
-    """S1-04: a subscriber creates no tables; a missing schema is raised to its reader."""
+    """A subscriber creates no tables; a missing schema is raised to its reader."""
     store = SQLiteStore(sqlite_path)
     deliveries = OutboxSubscriber(store)
 
@@ -190,8 +198,9 @@ async def test_what_no_retry_can_mend_is_raised_to_the_reader(sqlite_path: str) 
     await store.close()
 
 
+@pytest.mark.requirement("S1-30")
 async def test_as_many_deliveries_may_be_open_as_the_batch_says() -> None:
-    """S1-30: a reader may gather several before it acknowledges, also when they arrive one by one."""
+    """A reader may gather several before it acknowledges, also when they arrive one by one."""
     store = MemoryStore()
     async with OutboxSubscriber(store, batch=10, poll_interval=5 * MS) as deliveries:
         gathered = list[Delivery]()
@@ -204,8 +213,9 @@ async def test_as_many_deliveries_may_be_open_as_the_batch_says() -> None:
     assert statuses(store) == ["delivered"] * 10
 
 
+@pytest.mark.requirement("S1-30")
 async def test_a_delivery_that_a_cancelled_reader_missed_goes_to_the_next() -> None:
-    """S1-30: a time limit around reading loses nothing."""
+    """A time limit around reading loses nothing."""
     store = MemoryStore()
     async with OutboxSubscriber(store, poll_interval=5 * MS) as deliveries:
         for number in range(50):
@@ -224,8 +234,9 @@ async def test_a_delivery_that_a_cancelled_reader_missed_goes_to_the_next() -> N
             await (await asyncio.wait_for(anext(deliveries), 10)).ack()
 
 
+@pytest.mark.requirement("S1-37")
 async def test_nothing_is_handed_out_after_closing_and_a_late_ack_says_so() -> None:
-    """S1-37: what was released belongs to others again; an ack without effect is an error, not a promise."""
+    """What was released belongs to others again; an ack without effect is an error, not a promise."""
     store = MemoryStore()
     add(store, 3)
     deliveries = OutboxSubscriber(store)
@@ -239,8 +250,9 @@ async def test_nothing_is_handed_out_after_closing_and_a_late_ack_says_so() -> N
     assert statuses(store) == ["pending"] * 3
 
 
+@pytest.mark.requirement("S1-30")
 async def test_an_open_suspect_does_not_keep_a_subscriber_from_closing() -> None:
-    """S1-30: closing does not wait for the reader."""
+    """Closing does not wait for the reader."""
     ahead = timedelta(0)
     store = MemoryStore(clock=lambda: datetime.now(UTC) + ahead)
     add(store, 1)
@@ -268,8 +280,9 @@ async def test_a_released_delivery_comes_again_while_others_are_held() -> None:
         assert two.outcome is None
 
 
+@pytest.mark.requirement("G13")
 async def test_who_gives_a_message_back_does_not_stop_its_topic() -> None:
-    """G13: nothing is down, so no breaker opens, and the next comes at once."""
+    """Nothing is down, so no breaker opens, and the next comes at once."""
     store, seen = MemoryStore(), list[events.Event]()
     add(store, 3)
     async with OutboxSubscriber(store, batch=1, poll_interval=10 * MS, listener=seen.append) as deliveries:

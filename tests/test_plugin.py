@@ -79,15 +79,17 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Py
 
 
 class TestFixturesForApplications:
+    @pytest.mark.requirement("S2-01", "S2-21")
     def test_serve_a_small_suite(self, run: pytest.Pytester) -> None:
-        """S2-01, S2-21: what is committed is delivered, what is rolled back is not; each test has its own."""
+        """What is committed is delivered, what is rolled back is not; each test has its own."""
         run.makeconftest(OPTED_IN)
         run.makepyfile(USER_SUITE)
 
         run.runpytest_subprocess("-W", "error").assert_outcomes(passed=4)
 
+    @pytest.mark.requirement("S4-18")
     def test_do_what_the_page_for_users_says(self, tmp_path: Path) -> None:
-        """S4-18: the blocks of docs/testing.md, copied into an empty folder, are a project whose tests pass."""
+        """The blocks of docs/testing.md, copied into an empty folder, are a project whose tests pass."""
         for name, text in blocks_by_file(ROOT / "docs" / "testing.md").items():
             (tmp_path / name).write_text(text)
         # Of what is installed here, only pytest-asyncio is what the page says to install.

@@ -113,10 +113,11 @@ async def session_states(dsn: str, sessions: int) -> dict[int, dict[str, str]]:
 # -- found out ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S2-49")
 async def test_a_transaction_pooler_is_refused_at_open_and_the_error_names_the_option(
     driver: Driver, pooled_dsn: str
 ) -> None:
-    """S2-49: before anything is set on a session that belongs to others as well."""
+    """Before anything is set on a session that belongs to others as well."""
     before = await session_states(pooled_dsn, 3)
     store = PostgresStore(pooled_dsn, driver=driver)
     try:
@@ -129,12 +130,13 @@ async def test_a_transaction_pooler_is_refused_at_open_and_the_error_names_the_o
     assert await session_states(pooled_dsn, 3) == before
 
 
+@pytest.mark.requirement("S2-49")
 @pytest.mark.parametrize("round_robin", ["0", "1"])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_a_transaction_pooler_is_noticed_however_it_deals_out_sessions(
     driver: Driver, postgres_dsn: str, size: int, round_robin: str
 ) -> None:
-    """S2-49: the last one that came back, or one after the other."""
+    """The last one that came back, or one after the other."""
     for pooler in run_private(PgBouncer(postgres_dsn, pool_size=size, settings={"server_round_robin": round_robin})):
         dsn = pooler.through(postgres_dsn)
 
@@ -167,8 +169,9 @@ def sessions_dsn(postgres_dsn: str) -> Iterator[str]:
         yield pooler.through(postgres_dsn)
 
 
+@pytest.mark.requirement("S2-34", "S2-49")
 async def test_a_pooler_in_session_mode_needs_no_option(driver: Driver, sessions_dsn: str) -> None:
-    """S2-34, S2-49: sessions are set as on a direct connection, and hints arrive."""
+    """Sessions are set as on a direct connection, and hints arrive."""
     store = PostgresStore(sessions_dsn, driver=driver)
     await store.apply_schema()
     await store.open()
@@ -185,8 +188,9 @@ async def test_a_pooler_in_session_mode_needs_no_option(driver: Driver, sessions
         await store.close()
 
 
+@pytest.mark.requirement("S2-49")
 async def test_a_direct_connection_is_never_taken_for_a_pooler(driver: Driver, postgres_dsn: str) -> None:
-    """S2-49: also when many open at once, and through a proxy that passes on bytes."""
+    """Also when many open at once, and through a proxy that passes on bytes."""
     await schema_on(postgres_dsn)
     url = psycopg.conninfo.conninfo_to_dict(postgres_dsn)
     async with FaultProxy(str(url["host"]), int(str(url["port"]))) as proxy:
@@ -205,8 +209,9 @@ async def schema_on(dsn: str) -> None:
     await store.close()
 
 
+@pytest.mark.requirement("G13")
 def test_an_unknown_pooler_is_refused() -> None:
-    """G13: with what would be known."""
+    """With what would be known."""
     with pytest.raises(ConfigurationError, match="must be one of None, 'transaction'"):
         PostgresStore("postgresql://localhost/shop", pooler="statement")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="PostgreSQL only"):
@@ -272,8 +277,9 @@ async def handle_all(broker: MemoryBroker, group: str, consumer: Consumer) -> No
         await running
 
 
+@pytest.mark.requirement("S2-49")
 async def test_other_clients_of_the_pooler_see_no_trace_of_what_was_done(driver: Driver, pooled_dsn: str) -> None:
-    """S2-49: every setting of every session is what it was, nothing is prepared, locked or listened to."""
+    """Every setting of every session is what it was, nothing is prepared, locked or listened to."""
     async with application(pooled_dsn, driver) as pool:
         before = await session_states(pooled_dsn, 3)
         async with opened(pooled_dsn, driver) as store:
@@ -313,10 +319,11 @@ WITNESS = """
 """
 
 
+@pytest.mark.requirement("S2-49")
 async def test_claims_are_durable_and_set_whatever_the_database_has_by_default(
     driver: Driver, unusual_dsn: str
 ) -> None:
-    """S2-49: what the store needs is set in each of its transactions; a handler's is durable, and else its own."""
+    """What the store needs is set in each of its transactions; a handler's is durable, and else its own."""
     async with opened(unusual_dsn, driver) as store, application(unusual_dsn, driver) as pool:
         async with await psycopg.AsyncConnection.connect(unusual_dsn, autocommit=True) as connection:
             await connection.execute(WITNESS)
@@ -341,8 +348,9 @@ async def test_claims_are_durable_and_set_whatever_the_database_has_by_default(
     }
 
 
+@pytest.mark.requirement("S2-49")
 async def test_adding_names_no_statement_that_its_connection_is_not_set_up_for(driver: Driver, pooled_dsn: str) -> None:
-    """S2-49: asyncpg with statement_cache_size=0, psycopg with prepare_threshold=None."""
+    """Asyncpg with statement_cache_size=0, psycopg with prepare_threshold=None."""
     async with opened(pooled_dsn, driver) as store, application(pooled_dsn, driver) as pool:
         outbox = store.outbox()
         for number in range(20):
@@ -354,6 +362,7 @@ async def test_adding_names_no_statement_that_its_connection_is_not_set_up_for(d
         assert (await store.stats()).pending == 7
 
 
+@pytest.mark.requirement("S2-49")
 @pytest.mark.parametrize(
     "text",
     [
@@ -365,7 +374,7 @@ async def test_adding_names_no_statement_that_its_connection_is_not_set_up_for(d
 async def test_what_needs_a_session_of_its_own_is_refused_behind_a_pooler(
     driver: Driver, pooled_dsn: str, text: str
 ) -> None:
-    """S2-49: an upgrade that builds an index while others write runs on a direct connection."""
+    """An upgrade that builds an index while others write runs on a direct connection."""
 
     def script() -> Script[Result]:
         return (yield Statement(text, {}))
@@ -379,10 +388,11 @@ async def test_what_needs_a_session_of_its_own_is_refused_behind_a_pooler(
 # -- hints --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S2-34")
 async def test_a_dispatcher_polls_behind_a_pooler_and_says_so_once(
     driver: Driver, pooled_dsn: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S2-34: instead of listening in vain."""
+    """Instead of listening in vain."""
     broker = MemoryBroker()
     async with opened(pooled_dsn, driver) as store, application(pooled_dsn, driver) as pool:
         dispatcher = Dispatcher(store, broker)
@@ -400,10 +410,11 @@ async def test_a_dispatcher_polls_behind_a_pooler_and_says_so_once(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
+@pytest.mark.requirement("S2-34")
 async def test_a_hint_that_is_sent_through_a_pooler_reaches_those_who_listen_directly(
     driver: Driver, pooled_dsn: str, postgres_dsn: str
 ) -> None:
-    """S2-34: an application behind the pooler wakes a dispatcher that is not."""
+    """An application behind the pooler wakes a dispatcher that is not."""
     direct = PostgresStore(postgres_dsn, driver=driver)
     woken = asyncio.Event()
     async with opened(pooled_dsn, driver) as store:
@@ -481,15 +492,17 @@ class Line:
             return []
 
 
+@pytest.mark.requirement("S2-49")
 async def test_producers_dispatchers_and_a_consumer_share_three_sessions(driver: Driver, pooled_dsn: str) -> None:
-    """S2-49: every message has its effect, once."""
+    """Every message has its effect, once."""
     assert await Line(pooled_dsn, driver).run(60) == list(range(60))
 
 
+@pytest.mark.requirement("S2-49")
 async def test_nothing_is_lost_when_the_pooler_is_killed_under_load(
     driver: Driver, private_pgbouncer: PgBouncer, pooled_dsn: str
 ) -> None:
-    """S2-49: dispatchers and consumers come back by themselves."""
+    """Dispatchers and consumers come back by themselves."""
     line = Line(pooled_dsn, driver)
 
     async def trouble() -> None:

@@ -177,9 +177,10 @@ def defaults_of(make: Callable[..., object]) -> dict[str, object]:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
+@pytest.mark.requirement("S2-35", "S4-10")
 @pytest.mark.parametrize(("make", "values"), DEFAULTS.values(), ids=DEFAULTS)
 def test_the_defaults_are_these(make: Callable[..., object], values: dict[str, object]) -> None:
-    """S4-10, S2-35: whoever changes one changes it here, in the documentation and in the changelog."""
+    """Whoever changes one changes it here, in the documentation and in the changelog."""
     assert defaults_of(make) == values
 
 
@@ -196,8 +197,9 @@ def test_the_defaults_behind_none_are_these() -> None:
     assert Backoff(base=SECOND, max=30 * SECOND, jitter="equal") == OUTAGE_BACKOFF
 
 
+@pytest.mark.requirement("S4-10")
 def test_the_preset_has_the_values_of_the_design() -> None:
-    """S4-10: poll 1 s, batch 100, at most 10 attempts, cleanup every hour of what is older than a day."""
+    """Poll 1 s, batch 100, at most 10 attempts, cleanup every hour of what is older than a day."""
     assert presets.MODERATE.dispatcher == {
         "poll_interval": SECOND,
         "batch": 100,
@@ -224,8 +226,9 @@ def test_nobody_changes_the_preset_for_others() -> None:
     assert presets.MODERATE.dispatcher["batch"] == 100
 
 
+@pytest.mark.requirement("S4-10")
 def test_the_page_shows_the_values_side_by_side() -> None:
-    """S4-10: the table of the page is held to the signatures and to the preset."""
+    """The table of the page is held to the signatures and to the preset."""
     rows = re.findall(r"^\| `(\w+)\((\w+)=…\)` \| `(.+?)` \| `(.+?)` \|$", PAGE.read_text(), flags=re.MULTILINE)
     known = {"timedelta": timedelta, "Backoff": Backoff}
     moderate = {**presets.MODERATE.dispatcher, **presets.MODERATE.store}

@@ -202,9 +202,10 @@ AWAITED = (async_function, partial_of_async, async_callable, async_publish, publ
 SHAPES = (*PLAIN, *AWAITED, lambda_around_async)
 
 
+@pytest.mark.requirement("S4-11")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 async def test_every_shape_delivers_each_message_once(office: Office, shape: Callable[[Take], AnyPublisher]) -> None:
-    """S4-11: an object with ``publish(msg)`` is a publisher, and so are functions; async or plain."""
+    """An object with ``publish(msg)`` is a publisher, and so are functions; async or plain."""
     office.add(3)
 
     await office.dispatcher(shape(office.arrived.append)).run(until_idle=True)
@@ -452,8 +453,9 @@ async def test_context_variables_reach_the_thread(office: Office) -> None:
     assert seen == ["eu"]
 
 
+@pytest.mark.requirement("S2-42")
 async def test_messages_of_one_key_stay_in_order_on_threads(office: Office) -> None:
-    """S2-42: one after the other, although keys run side by side and the first message of one fails at first."""
+    """One after the other, although keys run side by side and the first message of one fails at first."""
     sent, failed, turn = defaultdict[str, list[bytes]](list), set[str](), threading.Lock()
 
     def send(message: Message) -> None:

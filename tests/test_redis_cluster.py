@@ -88,9 +88,10 @@ def fresh() -> str:
 # -- keys and slots ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-31")
 @pytest.mark.parametrize("namespace", ["shop", "a{b", "a}b", "{}", "{x}{y}", "}{", "ü ß", "a:b", "%7B"])
 def test_all_keys_of_a_namespace_are_in_one_slot(node: RedisClient, namespace: str) -> None:
-    """S0-31: whatever it is called, those of both stores, and what is made from their prefix."""
+    """Whatever it is called, those of both stores, and what is made from their prefix."""
     keys, stream = Keys("outbox", namespace), StreamKeys("stream", namespace)
     others = [f"{keys.prefix}:tickets", keys.channel, Keys("inbox", namespace).prefix + ":mark"]
 
@@ -99,8 +100,8 @@ def test_all_keys_of_a_namespace_are_in_one_slot(node: RedisClient, namespace: s
     assert len(slots) == 1
 
 
+@pytest.mark.requirement("S0-31")
 async def test_several_namespaces_are_in_several_slots_and_on_all_servers(client: Foreign) -> None:
-    """S0-31."""
     keys = [Keys("outbox", f"shop-{number}").all[0] for number in range(60)]
 
     await client.initialize()
@@ -109,11 +110,12 @@ async def test_several_namespaces_are_in_several_slots_and_on_all_servers(client
     assert len({client.get_node_from_key(key).name for key in keys}) == 3
 
 
+@pytest.mark.requirement("S0-31")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_transaction_of_the_user_takes_messages_and_keys_of_their_slot_only(
     client: Foreign, node: RedisClient, kind: Kind
 ) -> None:
-    """S0-31: what is in another slot is refused before anything is sent."""
+    """What is in another slot is refused before anything is sent."""
     namespace = fresh()
     async with opened(kind, node, namespace) as store:
         async with client.pipeline(transaction=True) as pipeline:
@@ -133,8 +135,9 @@ async def test_a_transaction_of_the_user_takes_messages_and_keys_of_their_slot_o
     assert await client.get(f"order-of-{namespace}") is None
 
 
+@pytest.mark.requirement("S0-30", "S0-31")
 async def test_a_handler_has_its_effect_and_its_output_in_one_slot(client: Foreign, node: RedisClient) -> None:
-    """S0-31, S0-30: with the inbox beside them; an effect in another slot is refused, and nothing of it happens."""
+    """With the inbox beside them; an effect in another slot is refused, and nothing of it happens."""
     namespace = fresh()
     broker, router = MemoryBroker(), Router(topic="stock")
     store = RedisStore(client, namespace=namespace)
@@ -171,8 +174,9 @@ async def test_a_handler_has_its_effect_and_its_output_in_one_slot(client: Forei
     assert "another slot" in refused[0]
 
 
+@pytest.mark.requirement("S0-31")
 async def test_decisions_are_made_in_a_cluster(client: Foreign, node: RedisClient) -> None:
-    """S0-31: tickets are in the slot of the outbox."""
+    """Tickets are in the slot of the outbox."""
     namespace = fresh()
     decisions = Decisions(Outbox(namespace=namespace))
     expires = datetime.now(UTC) - SECOND
@@ -216,8 +220,8 @@ async def test_many_may_be_the_first_to_add_with_a_client(node: RedisClient, kin
         await client.aclose()
 
 
+@pytest.mark.requirement("S0-31")
 async def test_a_url_may_name_several_servers_some_of_which_are_gone(node: RedisClient) -> None:
-    """S0-31."""
     address = node.dsn.removeprefix("redis://").removesuffix("/0")
     store = store_from_url(f"redis+cluster://127.0.0.1:1,{address}", namespace=fresh(), timeout=10 * SECOND)
 
@@ -226,8 +230,9 @@ async def test_a_url_may_name_several_servers_some_of_which_are_gone(node: Redis
     await store.close()
 
 
+@pytest.mark.requirement("S0-36")
 async def test_a_client_for_one_server_is_told_that_it_is_in_a_cluster(node: RedisClient) -> None:
-    """S0-36: and the error is one of those that pass, since a slot may be on its way."""
+    """And the error is one of those that pass, since a slot may be on its way."""
     places = {(await _said(RedisStore(node.dsn, namespace=fresh()))) for _ in range(12)}
 
     assert any("MovedError" in said and "use redis+cluster://" in said for said in places)
@@ -260,8 +265,8 @@ def test_a_url_that_no_cluster_can_have_is_refused(url: str) -> None:
         RedisStore(url)
 
 
+@pytest.mark.requirement("S0-31")
 async def test_a_url_says_how_to_connect_and_errors_do_not_say_the_password() -> None:
-    """S0-31."""
     url = "rediss+cluster://ann:se%40cret@one.example:7000,[::1],two.example/?client_name=shop"
     client, store = connect(url, timeout=4 * SECOND), RedisStore(url)
     nodes = {(node.host, node.port): node for node in client.nodes_manager.startup_nodes.values()}
@@ -274,6 +279,7 @@ async def test_a_url_says_how_to_connect_and_errors_do_not_say_the_password() ->
     assert Client(url, timeout=SECOND).place == "rediss+cluster://one.example:7000,[::1],two.example"
 
 
+@pytest.mark.requirement("S0-36")
 @pytest.mark.parametrize(
     "error",
     [
@@ -290,16 +296,17 @@ async def test_a_url_says_how_to_connect_and_errors_do_not_say_the_password() ->
     ids=lambda error: type(error).__name__,
 )
 def test_what_passes_in_a_cluster_is_an_error_that_passes(error: Exception) -> None:
-    """S0-36: a dispatcher that hears it tries again."""
+    """A dispatcher that hears it tries again."""
     assert type(translated(error, "redis")) is StoreUnavailableError
 
 
 # -- hints ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-31")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_hint_comes_through_a_cluster(client: Foreign, node: RedisClient, kind: Kind) -> None:
-    """S0-31: whichever server was connected to first."""
+    """Whichever server was connected to first."""
     woken = asyncio.Event()
     async with opened(kind, node, fresh()) as store:
         listening = asyncio.create_task(store.listen(woken.set))
@@ -313,10 +320,11 @@ async def test_a_hint_comes_through_a_cluster(client: Foreign, node: RedisClient
         await asyncio.gather(listening, return_exceptions=True)
 
 
+@pytest.mark.requirement("S0-31")
 async def test_who_hears_nothing_asks_and_follows_the_messages_to_another_server(
     private_valkey_cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S0-31: with a replica that takes over although nothing has died."""
+    """With a replica that takes over although nothing has died."""
     cluster, namespace = private_valkey_cluster, "shop"
     monkeypatch.setattr(hints, "SILENCE", timedelta(seconds=2))
     wakes: list[int] = []
@@ -351,10 +359,11 @@ def pings(server: RedisServer) -> int:
     return int(found.group(1)) if found else 0
 
 
+@pytest.mark.requirement("S0-31")
 async def test_a_server_that_hangs_is_not_listened_to_for_ever(
     private_valkey_cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S0-31: and calls find the server that took its place, though nobody has closed a connection."""
+    """And calls find the server that took its place, though nobody has closed a connection."""
     cluster = private_valkey_cluster
     monkeypatch.setattr(hints, "SILENCE", timedelta(milliseconds=200))
     listens = asyncio.Event()
@@ -383,13 +392,14 @@ async def _answers(store: RedisStore | RedisStreamStore) -> bool:
 # -- a server dies -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-31")
 @pytest.mark.parametrize(
     ("kind", "fixture"), [(RedisStore, "private_redis_cluster"), (RedisStreamStore, "private_valkey_cluster")]
 )
 async def test_a_server_is_killed_and_nothing_is_lost_that_its_replica_had_confirmed(
     request: pytest.FixtureRequest, kind: Kind, fixture: str
 ) -> None:
-    """S0-31: the replica takes over, the dispatcher goes on by itself, and what was confirmed is delivered."""
+    """The replica takes over, the dispatcher goes on by itself, and what was confirmed is delivered."""
     cluster = cast("RedisCluster", request.getfixturevalue(fixture))
 
     def kill() -> None:
@@ -476,11 +486,12 @@ def lenient_cluster() -> Iterator[RedisCluster]:
     cluster.stop()
 
 
+@pytest.mark.requirement("S0-31")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_nothing_is_noticed_of_a_server_that_dies_with_none_of_our_messages(
     lenient_cluster: RedisCluster, kind: Kind
 ) -> None:
-    """S0-31: not even of the one that the library's client asks which words of a command are keys."""
+    """Not even of the one that the library's client asks which words of a command are keys."""
     cluster = lenient_cluster
     client = connect(url_of(cluster), timeout=10 * SECOND)
     await client.initialize()

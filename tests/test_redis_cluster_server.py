@@ -63,8 +63,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[RedisGroup]:
 
 
 class TestCluster:
+    @pytest.mark.requirement("S0-31")
     async def test_is_one_for_a_client_of_the_library(self, cluster: RedisCluster) -> None:
-        """S0-31: it finds all servers by the address of one, on the loopback."""
+        """It finds all servers by the address of one, on the loopback."""
         client = redis.asyncio.RedisCluster.from_url(cluster.dsn, retry=Retry(NoBackoff(), 0))
         async with client:
             for number in range(30):
@@ -97,10 +98,11 @@ class TestCluster:
         with pytest.raises(ServerError, match="MOVED"):
             primary.client.ask("SET", foreign, "1")
 
+    @pytest.mark.requirement("S0-31")
     def test_goes_on_without_a_primary_that_was_killed_and_takes_it_back_as_a_replica(
         self, cluster: RedisCluster
     ) -> None:
-        """S0-31: what replicas had confirmed is still there."""
+        """What replicas had confirmed is still there."""
         key = "{shop}:orders"
         old = cluster.primary_of(key)
         new = cluster.replica_of(old)

@@ -75,10 +75,11 @@ async def without_replica(pair: RedisReplicated) -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 class TestStoreThatOpens:
+    @pytest.mark.requirement("S3-29")
     async def test_refuses_a_server_that_forgets_unless_somebody_says_so(
         self, server: RedisServer, kind: type[AnyStore], make: Callable[..., Any], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """S3-29: what is there by default is what is safe; the error says what to set or to choose."""
+        """What is there by default is what is safe; the error says what to set or to choose."""
         configure(server, appendonly="no")
         careful, knowing = make(kind, server.dsn), make(kind, server.dsn, profile="volatile")
 
@@ -112,10 +113,11 @@ class TestStoreThatOpens:
 
 @pytest.mark.parametrize("kind", STORES)
 class TestStoreWithReplicas:
+    @pytest.mark.requirement("G3")
     async def test_hands_out_nothing_that_a_failover_would_take_back(
         self, pair: RedisReplicated, kind: type[AnyStore], make: Callable[..., Any], hasty: Callable[..., Any]
     ) -> None:
-        """G3, reliability 1.4: what is not certain to be there is not published, and costs no attempt."""
+        """What is not certain to be there is not published, and costs no attempt."""
         store = make(kind, pair.dsn, profile="replicated")
         impatient = hasty(make, kind, pair.dsn, profile="replicated")
         await impatient.open()
@@ -131,10 +133,11 @@ class TestStoreWithReplicas:
         assert (during.pending, during.processing) == (1, 0)
         assert claim.message.attempt == 1
 
+    @pytest.mark.requirement("G8")
     async def test_settles_nothing_that_a_failover_would_take_back(
         self, pair: RedisReplicated, kind: type[AnyStore], make: Callable[..., Any], hasty: Callable[..., Any]
     ) -> None:
-        """G8: told again, which is the same as told once."""
+        """Told again, which is the same as told once."""
         store = make(kind, pair.dsn, profile="replicated", keep_delivered=timedelta(days=1))
         impatient = hasty(make, kind, pair.dsn, profile="replicated", keep_delivered=timedelta(days=1))
         await add(store)
@@ -149,10 +152,11 @@ class TestStoreWithReplicas:
         assert await store.settle([Settlement(claim, Delivered())]) == []
         assert (await store.stats()).delivered == 1
 
+    @pytest.mark.requirement("G2")
     async def test_waits_for_a_replica_that_is_gone_as_for_a_server_that_is_down(
         self, pair: RedisReplicated, kind: type[AnyStore], make: Callable[..., Any], hasty: Callable[..., Any]
     ) -> None:
-        """G2: a dispatcher survives errors of the store, and no errors of its settings, so this must be none."""
+        """A dispatcher survives errors of the store, and no errors of its settings, so this must be none."""
         store = hasty(make, kind, pair.dsn, profile="replicated")
         await store.open()
         await add(store)
@@ -167,10 +171,11 @@ class TestStoreWithReplicas:
 
         assert len(await patient.claim(10, TERMS)) == 1
 
+    @pytest.mark.requirement("G8", "S0-49", "S0-53")
     async def test_acknowledges_to_a_reader_once_that_is_safe(
         self, pair: RedisReplicated, kind: type[AnyStore], make: Callable[..., Any], hasty: Callable[..., Any]
     ) -> None:
-        """S0-49, S0-53, G8: whoever has read `ack()` may forget the message."""
+        """Whoever has read `ack()` may forget the message."""
         heard: list[events.Event] = []
         store = hasty(make, kind, pair.dsn, profile="replicated")
         await make(kind, pair.dsn, profile="replicated").open()
@@ -188,10 +193,11 @@ class TestStoreWithReplicas:
         assert was_done is False
         assert (await store.stats()).processing == 0
 
+    @pytest.mark.requirement("G1", "G12")
     async def test_tells_whoever_adds_whether_that_is_safe(
         self, pair: RedisReplicated, kind: type[AnyStore], make: Callable[..., Any], hasty: Callable[..., Any]
     ) -> None:
-        """G1, G12: the answer of the server to a pipeline says only that the server itself has it."""
+        """The answer of the server to a pipeline says only that the server itself has it."""
         store = make(kind, pair.dsn, profile="replicated")
         impatient = hasty(make, kind, pair.dsn, profile="replicated")
 
@@ -209,8 +215,9 @@ def is_about_settling(event: events.Event) -> bool:
 
 
 class TestTransaction:
+    @pytest.mark.requirement("S0-36", "S3-29")
     async def test_does_not_begin_on_a_server_that_forgets(self, server: RedisServer) -> None:
-        """S3-29, S0-36: before anything is recorded, also with nothing but a client; unless somebody says so."""
+        """Before anything is recorded, also with nothing but a client; unless somebody says so."""
         configure(server, appendonly="no")
         calls: list[Message] = []
 
@@ -226,13 +233,14 @@ class TestTransaction:
             await chained([TransactionMiddleware(shop.transactions)], handle)(message())
             assert len(calls) == 1
 
+    @pytest.mark.requirement("G8", "S0-60")
     @pytest.mark.parametrize(
         ("mode", "marking"), [("guarded", "pessimistic"), ("multi", "pessimistic"), ("guarded", "optimistic")]
     )
     async def test_is_not_acknowledged_until_replicas_have_it(
         self, pair: RedisReplicated, hasty: Callable[..., Any], mode: CommitMode, marking: Mode
     ) -> None:
-        """G8, S0-60, reliability 1.4: neither the message nor its duplicate, whose effect may be lost all the same."""
+        """Neither the message nor its duplicate, whose effect may be lost all the same."""
         async with shop_on(pair.dsn) as shop:
             handled, box = message(), inbox(mode=marking)
             patient = shop.also(shop.client, profile="replicated", mode=mode)
@@ -251,10 +259,11 @@ class TestTransaction:
             assert (calls, during) == (1, (1, 0))
             assert (outcome, await effects(shop)) == (Delivered(), (1, 0))
 
+    @pytest.mark.requirement("G8", "G12", "S0-30")
     async def test_of_which_nobody_knows_is_known_to_be_applied_once_replicas_have_it(
         self, pair: RedisReplicated, hasty: Callable[..., Any]
     ) -> None:
-        """G8, G12, S0-30: whoever asks what became of a commit would acknowledge it then."""
+        """Whoever asks what became of a commit would acknowledge it then."""
         async with shop_on(pair.dsn) as shop, through_proxy(shop) as (proxy, client):
             second = timedelta(seconds=1)
             transactions: RedisTransactions = hasty(shop.also, client, profile="replicated", timeout=second)
@@ -283,10 +292,11 @@ class TestTransaction:
             await until(is_resolved, "the replica")
             assert await effects(shop) == (1, 0)
 
+    @pytest.mark.requirement("G8")
     async def test_is_not_acknowledged_until_it_is_on_the_disk(
         self, private_valkey: ValkeyServer, hasty: Callable[..., Any]
     ) -> None:
-        """G8, reliability 1.4: with ``everysec`` the answer of the server says nothing about the disk."""
+        """With ``everysec`` the answer of the server says nothing about the disk."""
         configure(private_valkey, appendfsync="everysec")
         async with shop_on(private_valkey.dsn) as shop:
             committed: list[str] = []
@@ -310,10 +320,11 @@ class TestTransaction:
 
             assert committed == ["safe"]
 
+    @pytest.mark.requirement("G8")
     async def test_is_not_acknowledged_by_a_server_that_was_started_again_meanwhile(
         self, private_valkey: ValkeyServer
     ) -> None:
-        """G8: what it had answered to before may be gone; the redelivery finds out, and takes effect once."""
+        """What it had answered to before may be gone; the redelivery finds out, and takes effect once."""
         configure(private_valkey, appendfsync="everysec")
         async with shop_on(private_valkey.dsn) as shop:
             handled, box = message(), inbox()
@@ -333,8 +344,9 @@ class TestTransaction:
             assert (hand.calls, await effects(shop)) == (1, (1, 0))
 
 
+@pytest.mark.requirement("S3-29")
 def test_a_profile_can_be_chosen_for_a_url() -> None:
-    """S3-29: and says nothing to stores that keep everything anyway."""
+    """And says nothing to stores that keep everything anyway."""
     with pytest.raises(ConfigurationError, match="profile='safe' is unknown"):
         store_from_url("redis://localhost:6379", profile="safe")
     assert repr(store_from_url("sqlite:///shop.sqlite3", profile="durable")).startswith("SQLiteStore(")

@@ -182,8 +182,9 @@ def has_no_mark(shop: Shop, marks: RedisInbox, of: Message) -> Callable[[], Any]
 # -- one message ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-15", "S0-34", "S0-40")
 async def test_a_message_is_claimed_at_once_and_done_with_its_effect(shop: Shop) -> None:
-    """S0-15, S0-34, S0-40: the claim is seen by others while the handler runs, and its end together with the effect."""
+    """The claim is seen by others while the handler runs, and its end together with the effect."""
     box, handled = inbox(retention=timedelta(hours=1)), message()
 
     async with workers(shop, box) as (worker, _):
@@ -202,8 +203,9 @@ async def test_a_message_is_claimed_at_once_and_done_with_its_effect(shop: Shop)
     assert 3_590_000 < kept <= 3_600_000
 
 
+@pytest.mark.requirement("S0-11", "S0-35", "S0-39")
 async def test_a_message_that_was_handled_is_a_duplicate_for_its_consumer_and_tenant_alone(shop: Shop) -> None:
-    """S0-11, S0-35, S0-39: consumers and tenants know nothing of each other."""
+    """Consumers and tenants know nothing of each other."""
     box, handled = inbox(), message()
     others = [(inbox(), handled), (box, replace(handled, tenant_id=TENANT)), (box, message())]
 
@@ -216,8 +218,9 @@ async def test_a_message_that_was_handled_is_a_duplicate_for_its_consumer_and_te
             assert await worker.claim(seen) is not None
 
 
+@pytest.mark.requirement("S0-39")
 async def test_names_with_odd_characters_do_not_meet(shop: Shop) -> None:
-    """S0-39: braces, colons and newlines in names and keys change neither slot nor owner."""
+    """Braces, colons and newlines in names and keys change neither slot nor owner."""
     tangled = RedisInbox("a", key_func=lambda _: "b:c"), RedisInbox("a:b", key_func=lambda _: "c")
 
     keys = [box.key("t}{:", message()) for box in tangled]
@@ -228,8 +231,9 @@ async def test_names_with_odd_characters_do_not_meet(shop: Shop) -> None:
         RedisInbox("a", table="{").key("t", message())
 
 
+@pytest.mark.requirement("S0-21", "S0-22", "S0-37")
 async def test_a_handler_that_fails_gives_its_claim_back(shop: Shop) -> None:
-    """S0-21, S0-22, S0-37: only a commit leaves a mark, and the message may be handled again at once."""
+    """Only a commit leaves a mark, and the message may be handled again at once."""
     box, handled = inbox(), message()
 
     async with workers(shop, box) as (first, second):
@@ -244,6 +248,7 @@ async def test_a_handler_that_fails_gives_its_claim_back(shop: Shop) -> None:
     assert again is not None
 
 
+@pytest.mark.requirement("S0-32")
 @pytest.mark.parametrize(
     ("said", "hours"),
     [
@@ -256,7 +261,7 @@ async def test_a_handler_that_fails_gives_its_claim_back(shop: Shop) -> None:
 async def test_a_mark_is_kept_for_a_day_unless_another_retention_is_said(
     shop: Shop, said: dict[str, timedelta], hours: int
 ) -> None:
-    """S0-32: zero and less mean the default; the server has it as the time to live."""
+    """Zero and less mean the default; the server has it as the time to live."""
     box, handled = inbox(**said), message()
 
     async with workers(shop, box) as (worker, _):
@@ -268,8 +273,9 @@ async def test_a_mark_is_kept_for_a_day_unless_another_retention_is_said(
     assert timedelta(hours=hours) - timedelta(minutes=5) < left <= timedelta(hours=hours)
 
 
+@pytest.mark.requirement("S0-32")
 async def test_the_whole_stack_in_one_keeps_marks_for_a_day_in_redis(shop: Shop) -> None:
-    """S0-32: the store says how long; in SQL databases it is a week."""
+    """The store says how long; in SQL databases it is a week."""
     store, handled = shop.store(), message()
     box = store.inbox("stock")
 
@@ -281,8 +287,9 @@ async def test_the_whole_stack_in_one_keeps_marks_for_a_day_in_redis(shop: Shop)
     assert SQLiteStore("never-opened.db").inbox("stock").retention == timedelta(days=7)
 
 
+@pytest.mark.requirement("S0-18", "S0-38")
 async def test_a_message_is_forgotten_after_its_retention_and_handled_again(shop: Shop) -> None:
-    """S0-18, S0-38: the server forgets by itself, and no cleanup has anything to do."""
+    """The server forgets by itself, and no cleanup has anything to do."""
     box, handled = inbox(retention=SHORT), message()
 
     async with workers(shop, box) as (worker, _):
@@ -294,8 +301,9 @@ async def test_a_message_is_forgotten_after_its_retention_and_handled_again(shop
     assert await box.purge(shop.transactions) == 0
 
 
+@pytest.mark.requirement("S0-33", "S0-39")
 async def test_a_message_may_be_known_by_something_else_than_its_id(shop: Shop) -> None:
-    """S0-33, S0-39: an idempotency key in a header; one that has none is an error, not a duplicate of its like."""
+    """An idempotency key in a header; one that has none is an error, not a duplicate of its like."""
     box = inbox(key_func=lambda seen: seen.headers.get("idempotency-key", ""))
     headers = {"idempotency-key": "42"}
 
@@ -307,8 +315,9 @@ async def test_a_message_may_be_known_by_something_else_than_its_id(shop: Shop) 
             await worker.claim(message())
 
 
+@pytest.mark.requirement("S0-33")
 async def test_a_message_without_an_id_is_an_error(shop: Shop) -> None:
-    """S0-33: all of those would be duplicates of each other."""
+    """All of those would be duplicates of each other."""
     nameless = replace(message(), id=cast("UUID", None))
 
     with pytest.raises(InvalidMessageError, match="no id"):
@@ -321,8 +330,9 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
         RedisInbox("stock", **wrong)
 
 
+@pytest.mark.requirement("S0-32")
 def test_an_inbox_that_forgets_too_early_is_refused() -> None:
-    """S0-32: what may come again after it was forgotten would take effect twice."""
+    """What may come again after it was forgotten would take effect twice."""
     with pytest.raises(ConfigurationError, match="retention"):
         RedisInbox("stock", redelivery_horizon=timedelta(days=2))
 
@@ -351,8 +361,9 @@ async def test_to_ask_leaves_no_trace(shop: Shop) -> None:
 # -- two at a time ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-17", "S0-19")
 async def test_a_message_that_somebody_handles_is_looked_at_again_soon_then_less_often(shop: Shop) -> None:
-    """S0-17, S0-19, reliability 3.2: it is neither a duplicate nor handled twice; the error says when to look again.
+    """It is neither a duplicate nor handled twice; the error says when to look again.
 
     After as long as it was held so far: a handler that is quick is not waited for until the end of its lease.
     """
@@ -377,8 +388,9 @@ async def test_a_message_that_somebody_handles_is_looked_at_again_soon_then_less
     assert delays[3] < 1.3 * minute, "the rest of the lease is less than it was held"
 
 
+@pytest.mark.requirement("S0-19")
 async def test_a_claim_without_an_end_is_looked_at_after_a_lease(shop: Shop) -> None:
-    """S0-19: somebody has taken the time to live away."""
+    """Somebody has taken the time to live away."""
     box, handled = inbox(lease=timedelta(seconds=10)), message()
 
     async with workers(shop, box) as (first, second):
@@ -390,9 +402,10 @@ async def test_a_claim_without_an_end_is_looked_at_after_a_lease(shop: Shop) -> 
     assert caught.value.delay >= timedelta(seconds=10)
 
 
+@pytest.mark.requirement("S0-20")
 @pytest.mark.parametrize("mode", MODES)
 async def test_whoever_is_late_is_fenced_and_the_effect_happens_once(shop: Shop, mode: Any) -> None:  # noqa: ANN401
-    """S0-20, reliability 3.2: a pause past the lease; what the late one did is dropped, in both modes."""
+    """A pause past the lease; what the late one did is dropped, in both modes."""
     box, handled = inbox(lease=SHORT), message()
     shop.transactions = shop.also(shop.client, mode=mode)
 
@@ -412,8 +425,9 @@ async def test_whoever_is_late_is_fenced_and_the_effect_happens_once(shop: Shop,
     assert (still, await effects(shop)) == ("p", (1, 1))
 
 
+@pytest.mark.requirement("S0-20")
 async def test_whoever_is_late_by_a_moment_is_fenced_by_what_it_watches(shop: Shop) -> None:
-    """S0-20: with MULTI, the claim is looked at before; if it changes after that, nothing is applied."""
+    """With MULTI, the claim is looked at before; if it changes after that, nothing is applied."""
     box, handled = inbox(), message()
     shop.transactions = shop.also(shop.client, mode="multi")
 
@@ -437,8 +451,9 @@ async def test_whoever_is_late_by_a_moment_is_fenced_by_what_it_watches(shop: Sh
     assert await effects(shop) == (0, 0)
 
 
+@pytest.mark.requirement("S0-37")
 async def test_whoever_is_late_and_fails_deletes_nobody_elses_claim(shop: Shop) -> None:
-    """S0-37, D2: compare and delete, by the token."""
+    """Compare and delete, by the token."""
     box, handled = inbox(lease=SHORT), message()
 
     async with workers(shop, box, 1) as (late,), workers(shop, patient(box), 1) as (other,):
@@ -450,8 +465,9 @@ async def test_whoever_is_late_and_fails_deletes_nobody_elses_claim(shop: Shop) 
         assert await mark(shop, box, handled) == "p"
 
 
+@pytest.mark.requirement("S0-19")
 async def test_a_lease_is_renewed_while_the_handler_runs_and_no_longer(shop: Shop) -> None:
-    """S0-19: a slow handler keeps its message, up to a limit."""
+    """A slow handler keeps its message, up to a limit."""
     box, handled = inbox(lease=20 * SHORT, longest=timedelta(minutes=1)), message()
     limited, stuck = inbox(lease=2 * SHORT, longest=30 * SHORT), message()
 
@@ -468,8 +484,9 @@ async def test_a_lease_is_renewed_while_the_handler_runs_and_no_longer(shop: Sho
     assert (await mark(shop, box, handled), await effects(shop)) == ("done", (1, 1))
 
 
+@pytest.mark.requirement("S0-19", "S0-20")
 async def test_a_lease_is_renewed_by_the_one_who_has_it_alone(shop: Shop) -> None:
-    """S0-19, S0-20: whoever is late must not change how long somebody else's claim lasts."""
+    """Whoever is late must not change how long somebody else's claim lasts."""
     box, handled = inbox(lease=timedelta(minutes=10)), message()
     key, renew = box.key(shop.tag, handled), alone("renew_mark").text
 
@@ -484,8 +501,9 @@ async def test_a_lease_is_renewed_by_the_one_who_has_it_alone(shop: Shop) -> Non
         assert 1 < left < await shop.client.pttl(key)
 
 
+@pytest.mark.requirement("S0-20")
 async def test_optimistic_marks_come_last_and_undo_what_was_done_twice(shop: Shop) -> None:
-    """S0-20: the handler runs without a claim; the second of two applies nothing and is a duplicate."""
+    """The handler runs without a claim; the second of two applies nothing and is a duplicate."""
     box, twice = inbox(mode="optimistic"), message()
     calls = 0
 
@@ -505,8 +523,9 @@ async def test_optimistic_marks_come_last_and_undo_what_was_done_twice(shop: Sho
     assert sum(isinstance(event, events.DuplicateSkipped) for event in hand.heard) == 2
 
 
+@pytest.mark.requirement("S0-15")
 async def test_a_transaction_marks_one_message(shop: Shop) -> None:
-    """S0-15: its commit finds one token; to mark the same again is to have it marked."""
+    """Its commit finds one token; to mark the same again is to have it marked."""
     box, handled = inbox(), message()
 
     async with workers(shop, box) as (worker, _):
@@ -560,8 +579,9 @@ async def crash_with(shop: Shop, box: RedisInbox, handled: Message, mode: str) -
     await victim.wait()
 
 
+@pytest.mark.requirement("S0-16", "S0-17", "S0-19")
 async def test_a_process_that_is_killed_in_its_handler_delays_the_message_by_its_lease(shop: Shop) -> None:
-    """S0-16, S0-17, S0-19, reliability 3.2: a claim, no effect, no event, no ack; then it is busy, and then handled."""
+    """A claim, no effect, no event, no ack; then it is busy, and then handled."""
     box, handled = inbox(lease=timedelta(seconds=5)), message()
 
     await crash_with(shop, box, handled, "pessimistic")
@@ -580,8 +600,9 @@ async def test_a_process_that_is_killed_in_its_handler_delays_the_message_by_its
     assert await effects(shop) == (1, 1)
 
 
+@pytest.mark.requirement("S0-02", "S0-16", "S0-17")
 async def test_the_literal_protocol_of_the_seed_loses_the_message_of_a_killed_process(shop: Shop) -> None:
-    """S0-02, S0-16, S0-17, D1: SETNX says that it was handled, so it is acknowledged although it never was."""
+    """SETNX says that it was handled, so it is acknowledged although it never was."""
     handled = message()
     box = inbox(mode="setnx_may_lose_messages")
     await crash_with(shop, box, handled, "setnx_may_lose_messages")
@@ -593,8 +614,9 @@ async def test_the_literal_protocol_of_the_seed_loses_the_message_of_a_killed_pr
     assert await shop.client.pttl(box.key(shop.tag, handled)) > 23 * 3_600_000
 
 
+@pytest.mark.requirement("S0-02", "S0-21", "S0-35", "S0-37", "S0-38")
 async def test_the_literal_protocol_marks_handles_once_and_deletes_on_errors(shop: Shop) -> None:
-    """S0-02, S0-21, S0-35, S0-37, S0-38: without crashes it does what the seed says."""
+    """Without crashes it does what the seed says."""
     box, good, bad = inbox(mode="setnx_may_lose_messages"), message(), message()
     hand = handled_by(shop, box, counting(shop))
 
@@ -610,8 +632,9 @@ async def test_the_literal_protocol_marks_handles_once_and_deletes_on_errors(sho
     assert await box.was_handled(shop.transactions, good) is True
 
 
+@pytest.mark.requirement("S0-36")
 async def test_a_claim_whose_reply_is_lost_delays_the_message_at_most(shop: Shop) -> None:
-    """S0-36, reliability 3.2: the claim may be nobody's; it is an error, and the message is handled later."""
+    """The claim may be nobody's; it is an error, and the message is handled later."""
     box, handled = inbox(lease=timedelta(seconds=1)), message()
 
     async with through_proxy(shop) as (proxy, client):
@@ -628,9 +651,10 @@ async def test_a_claim_whose_reply_is_lost_delays_the_message_at_most(shop: Shop
     assert await effects(shop) == (2, 0)
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_commit_whose_reply_is_lost_happens_once_and_is_acknowledged(shop: Shop, mode: Any) -> None:  # noqa: ANN401
-    """S0-30, reliability 3.2, D1: asked again with the same token, it answers that it is done."""
+    """Asked again with the same token, it answers that it is done."""
     box, handled = inbox(), message()
 
     async with through_proxy(shop) as (proxy, client):
@@ -644,8 +668,9 @@ async def test_a_commit_whose_reply_is_lost_happens_once_and_is_acknowledged(sho
     assert await mark(shop, box, handled) == "done"
 
 
+@pytest.mark.requirement("S0-30", "S0-60")
 async def test_a_commit_that_cannot_be_asked_about_costs_no_attempt_and_no_second_effect(shop: Shop) -> None:
-    """S0-30, S0-60, reliability 3.2: unknown is nacked, and the redelivery finds out."""
+    """Unknown is nacked, and the redelivery finds out."""
     box, handled = inbox(lease=SHORT), message()
 
     async with through_proxy(shop) as (proxy, client):
@@ -667,8 +692,9 @@ async def test_a_commit_that_cannot_be_asked_about_costs_no_attempt_and_no_secon
     assert (again, await effects(shop)) == (Delivered(), (1, 0))
 
 
+@pytest.mark.requirement("S0-22", "S0-60")
 async def test_a_crash_between_commit_and_ack_is_a_duplicate_then(shop: Shop) -> None:
-    """S0-22, S0-60, reliability 3.2: the effect is there, the redelivery is acknowledged and does nothing."""
+    """The effect is there, the redelivery is acknowledged and does nothing."""
     box, handled = inbox(), message()
     hand = handled_by(shop, box, counting(shop))
 
@@ -679,10 +705,11 @@ async def test_a_crash_between_commit_and_ack_is_a_duplicate_then(shop: Shop) ->
     assert [type(event) for event in hand.heard] == [events.DuplicateSkipped]
 
 
+@pytest.mark.requirement("S0-59")
 async def test_a_server_that_crashes_has_effect_mark_and_event_together_or_none(
     private_valkey: ValkeyServer, order: Order
 ) -> None:
-    """S0-59, reliability 3.2: what the log of the server gives back is a prefix of whole commits."""
+    """What the log of the server gives back is a prefix of whole commits."""
     async with shop_on(private_valkey.dsn, order=order) as shop:
         await shop.client.config_set("appendfsync", "always")
         box, done, open_ = inbox(lease=timedelta(seconds=5)), message(), message()
@@ -702,10 +729,11 @@ async def test_a_server_that_crashes_has_effect_mark_and_event_together_or_none(
             assert await worker.claim(open_) is not None
 
 
+@pytest.mark.requirement("S0-36")
 async def test_without_the_server_nothing_is_handled_and_nothing_acknowledged(
     private_valkey: ValkeyServer, order: Order
 ) -> None:
-    """S0-36: the mark fails closed, at no cost for the message."""
+    """The mark fails closed, at no cost for the message."""
     async with shop_on(private_valkey.dsn, order=order) as shop:
         hand = handled_by(shop, inbox(), counting(shop))
         private_valkey.kill9()
@@ -717,10 +745,11 @@ async def test_without_the_server_nothing_is_handled_and_nothing_acknowledged(
         assert hand.calls == 0
 
 
+@pytest.mark.requirement("S0-36")
 async def test_a_server_without_memory_or_scripts_is_no_fault_of_the_message(
     private_valkey: ValkeyServer, order: Order
 ) -> None:
-    """S0-36: OOM at the mark; then NOSCRIPT, which is none."""
+    """OOM at the mark; then NOSCRIPT, which is none."""
     async with shop_on(private_valkey.dsn, order=order) as shop:
         box, handled = inbox(), message()
         hand = handled_by(shop, box, counting(shop))
@@ -734,9 +763,10 @@ async def test_a_server_without_memory_or_scripts_is_no_fault_of_the_message(
         assert await effects(shop) == (1, 0)
 
 
+@pytest.mark.requirement("S0-36")
 @pytest.mark.parametrize("kind", ["hash", "foreign"])
 async def test_a_mark_that_is_something_else_is_an_error(shop: Shop, kind: str) -> None:
-    """S0-36: whoever has written there, it is not taken for a duplicate."""
+    """Whoever has written there, it is not taken for a duplicate."""
     box, handled = inbox(), message()
     key = box.key(shop.tag, handled)
     await (shop.client.hset(key, "a", "b") if kind == "hash" else shop.client.set(key, "what?"))
@@ -749,8 +779,9 @@ async def test_a_mark_that_is_something_else_is_an_error(shop: Shop, kind: str) 
     assert (hand.calls, await shop.client.exists(key)) == (0, 1)
 
 
+@pytest.mark.requirement("S0-30")
 async def test_what_was_applied_in_part_is_put_aside_and_never_acknowledged_as_done(shop: Shop) -> None:
-    """S0-30, reliability 3.2 and 3.3: nacked with an alert, then in quarantine, then a dead letter; it runs once."""
+    """Nacked with an alert, then in quarantine, then a dead letter; it runs once."""
     box, handled = inbox(), message()
     await shop.client.set(shop.key("count"), 2**63 - 1)
 
@@ -794,6 +825,7 @@ def writing(shop: Shop) -> Callable[[Message], Any]:
     return handle
 
 
+@pytest.mark.requirement("S0-16", "S0-21", "S0-22", "S0-30")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("moment", ["waiting", "answered"])
 async def test_a_handling_that_is_cancelled_anywhere_takes_effect_once_in_the_end(
@@ -801,7 +833,7 @@ async def test_a_handling_that_is_cancelled_anywhere_takes_effect_once_in_the_en
     mode: Any,  # noqa: ANN401
     moment: Moment,
 ) -> None:
-    """S0-16, S0-21, S0-22, S0-30: at each of its awaits; the redelivery finds all of it or nothing, and is acked."""
+    """At each of its awaits; the redelivery finds all of it or nothing, and is acked."""
     hand = handled_by(shop, inbox(lease=SHORT), writing(shop), shop.also(shop.client, mode=mode))
     count = 0
 
@@ -814,12 +846,13 @@ async def test_a_handling_that_is_cancelled_anywhere_takes_effect_once_in_the_en
     assert count > 2
 
 
+@pytest.mark.requirement("S0-30", "S0-36")
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_handling_that_loses_its_connections_anywhere_takes_effect_once_in_the_end(
     shop: Shop,
     mode: Any,  # noqa: ANN401
 ) -> None:
-    """S0-30, S0-36: all connections are reset at each of its awaits, which says nothing of what the server did."""
+    """All connections are reset at each of its awaits, which says nothing of what the server did."""
     async with through_proxy(shop) as (proxy, client):
         box = inbox(lease=SHORT)
         shaky = handled_by(shop, box, writing(shop), shop.also(client, mode=mode))
@@ -918,8 +951,9 @@ def handled_by(
     return hand
 
 
+@pytest.mark.requirement("S0-17")
 async def test_a_busy_message_is_released_for_a_moment_and_never_acknowledged(shop: Shop) -> None:
-    """S0-17, reliability 3.2: the broker is told when to bring it again, at the cost of no attempt."""
+    """The broker is told when to bring it again, at the cost of no attempt."""
     box, handled = inbox(lease=timedelta(minutes=10)), message()
     hand = handled_by(shop, box, counting(shop))
 
@@ -932,8 +966,9 @@ async def test_a_busy_message_is_released_for_a_moment_and_never_acknowledged(sh
     assert hand.calls == 0
 
 
+@pytest.mark.requirement("S0-21", "S0-37")
 async def test_a_handler_that_fails_is_nacked_with_its_own_error(shop: Shop) -> None:
-    """S0-21, S0-37: discard, take the mark away, nack; the error is the handler's."""
+    """Discard, take the mark away, nack; the error is the handler's."""
     box, handled = inbox(), message()
     bad = handled_by(shop, box, failing)
 
@@ -945,8 +980,9 @@ async def test_a_handler_that_fails_is_nacked_with_its_own_error(shop: Shop) -> 
     assert await handled_by(shop, box, counting(shop)).deliver(handled) == Delivered()
 
 
+@pytest.mark.requirement("S0-20")
 async def test_whoever_was_fenced_starts_again_and_finds_the_message_done(shop: Shop) -> None:
-    """S0-20: the lease ended in the handler and another worker was faster; it is a duplicate then, and acknowledged."""
+    """The lease ended in the handler and another worker was faster; it is a duplicate then, and acknowledged."""
     box, handled = inbox(lease=SHORT), message()
     other = handled_by(shop, box, counting(shop))
 
@@ -963,8 +999,9 @@ async def test_whoever_was_fenced_starts_again_and_finds_the_message_done(shop: 
     assert [type(event) for event in late.heard] == [events.DuplicateSkipped]
 
 
+@pytest.mark.requirement("S0-09", "S0-10", "S0-11", "S0-15", "S0-44", "S0-60")
 async def test_the_whole_stack_in_one_takes_a_message_from_the_broker_to_the_outbox(shop: Shop) -> None:
-    """S0-09, S0-10, S0-11, S0-15, S0-44, S0-60: handled once, stored together, acknowledged last; then a duplicate."""
+    """Handled once, stored together, acknowledged last; then a duplicate."""
     store, broker, router, heard = (
         RedisStore(shop.client, namespace=shop.tag),
         MemoryBroker(),
@@ -992,8 +1029,9 @@ async def test_the_whole_stack_in_one_takes_a_message_from_the_broker_to_the_out
     assert sum(isinstance(event, events.DuplicateSkipped) for event in heard) == 1
 
 
+@pytest.mark.requirement("S0-21")
 async def test_a_message_that_fails_too_often_is_a_dead_letter_beside_the_inbox_once(shop: Shop) -> None:
-    """S0-21: kept with its error, once for each consumer and message, and acknowledged then."""
+    """Kept with its error, once for each consumer and message, and acknowledged then."""
     store, handled = RedisStore(shop.client, namespace=shop.tag), message(tenant_id=TENANT)
     stack = transactional(store, consumer="stock", max_attempts=1, listener=lambda _: None)
     box = store.inbox("stock", mode="pessimistic", retention=timedelta(days=1), redelivery_horizon=None)
@@ -1009,8 +1047,9 @@ async def test_a_message_that_fails_too_often_is_a_dead_letter_beside_the_inbox_
     assert b"ZeroDivisionError" in letters[field + b":error"]
 
 
+@pytest.mark.requirement("S0-30")
 async def test_a_message_in_quarantine_is_a_dead_letter(shop: Shop) -> None:
-    """S0-30: reliability 3.2: it is put where somebody will find it, however few attempts it has had."""
+    """It is put where somebody will find it, however few attempts it has had."""
     store, handled = RedisStore(shop.client, namespace=shop.tag), message()
     box = store.inbox("stock", mode="pessimistic", retention=timedelta(days=1), redelivery_horizon=None)
     await shop.client.set(box.key(shop.tag, handled), f"partial:{uuid4().hex} 1 of 2 applied: ERR")
@@ -1023,8 +1062,9 @@ async def test_a_message_in_quarantine_is_a_dead_letter(shop: Shop) -> None:
     assert await shop.client.hlen(box.dead_letters(shop.tag)) == 3
 
 
+@pytest.mark.requirement("S0-31")
 async def test_the_client_alone_is_enough_for_the_middlewares(valkey_server: ValkeyClient) -> None:
-    """S0-31: `TransactionMiddleware(client)`, with the tag that there is by default."""
+    """`TransactionMiddleware(client)`, with the tag that there is by default."""
     client = connect(valkey_server.dsn)
     box, handled, key = inbox(), message(), f"effect-{uuid4().hex}"
 
@@ -1040,9 +1080,10 @@ async def test_the_client_alone_is_enough_for_the_middlewares(valkey_server: Val
     await client.aclose()
 
 
+@pytest.mark.requirement("S2-41")
 @pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
 async def test_messages_with_the_same_dedupe_key_are_one_message(shop: Shop, mode: Mode) -> None:
-    """S2-41: and those of another tenant, or without a key, are others."""
+    """And those of another tenant, or without a key, are others."""
     box = inbox(mode=mode, by="dedupe_key")
     first, again = (Message(topic="orders", payload=b"{}", dedupe_key="once") for _ in range(2))
     other = Message(topic="orders", payload=b"{}", dedupe_key="once", tenant_id=uuid4())

@@ -11,6 +11,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from postroom import Message, Outbox, events
 from postroom.inbox import Inbox
 from postroom.middleware import InboxMiddleware, OutboxMiddleware, TransactionMiddleware
@@ -40,8 +42,9 @@ def inbox_first(shop: Shop, box: Inbox, work: Callable[[Message], Any], *between
     return hand
 
 
+@pytest.mark.requirement("S0-10", "S0-15", "S0-22")
 async def test_the_transaction_takes_the_claim_over_and_ends_it(shop: Shop) -> None:
-    """S0-10, S0-15, S0-22: the claim is there before the transaction begins; effect, event and mark come together."""
+    """The claim is there before the transaction begins; effect, event and mark come together."""
     box, handled = inbox(lease=timedelta(minutes=10)), message()
     steps: list[tuple[bool, str, tuple[int, int]]] = []
 
@@ -65,8 +68,9 @@ async def test_the_transaction_takes_the_claim_over_and_ends_it(shop: Shop) -> N
     assert steps == [(False, "p", (0, 0)), (True, "p", (0, 0)), (False, "done", (1, 1))]
 
 
+@pytest.mark.requirement("S0-17", "S0-35")
 async def test_of_deliveries_at_the_same_time_one_is_handled_and_none_is_acknowledged_before(shop: Shop) -> None:
-    """S0-17, S0-35: the others are released while it runs, and are duplicates then."""
+    """The others are released while it runs, and are duplicates then."""
     box, handled = inbox(lease=timedelta(minutes=10)), message()
     during: list[Outcome] = []
 
@@ -83,8 +87,9 @@ async def test_of_deliveries_at_the_same_time_one_is_handled_and_none_is_acknowl
     assert [type(event) for event in hand.heard] == [events.DuplicateSkipped]
 
 
+@pytest.mark.requirement("S0-22")
 async def test_a_middleware_in_between_that_answers_by_itself_ends_the_message(shop: Shop) -> None:
-    """S0-22: no transaction began; the message is marked all the same, since it is acknowledged."""
+    """No transaction began; the message is marked all the same, since it is acknowledged."""
     box, handled = inbox(), message()
 
     async def answer(received: Message, call_next: Next) -> Sequence[Message]:
@@ -98,8 +103,9 @@ async def test_a_middleware_in_between_that_answers_by_itself_ends_the_message(s
     assert [type(event) for event in hand.heard] == [events.DuplicateSkipped]
 
 
+@pytest.mark.requirement("S0-21", "S0-37")
 async def test_a_middleware_in_between_that_fails_gives_the_claim_back(shop: Shop) -> None:
-    """S0-21, S0-37: also before a transaction has begun."""
+    """Also before a transaction has begun."""
     box, handled = inbox(lease=timedelta(minutes=10)), message()
 
     async def fail(received: Message, call_next: Next) -> Sequence[Message]:
@@ -112,8 +118,9 @@ async def test_a_middleware_in_between_that_fails_gives_the_claim_back(shop: Sho
     assert await inbox_first(shop, box, counting(shop)).deliver(handled) == Delivered()
 
 
+@pytest.mark.requirement("S0-20")
 async def test_a_middleware_in_between_may_try_again_with_a_claim_of_its_own(shop: Shop) -> None:
-    """S0-20: each transaction claims the message again; one that finds it done runs no handler."""
+    """Each transaction claims the message again; one that finds it done runs no handler."""
     box, handled, lost = inbox(lease=timedelta(minutes=10)), message(), message()
     other = inbox_first(shop, box, counting(shop))
 
@@ -139,8 +146,9 @@ async def test_a_middleware_in_between_may_try_again_with_a_claim_of_its_own(sho
     assert [type(event) for event in hand.heard] == [events.DuplicateSkipped]
 
 
+@pytest.mark.requirement("S0-22")
 async def test_other_transactions_leave_the_claim_alone(shop: Shop) -> None:
-    """S0-22: those of a middleware in between, and of a handler; what they commit does not mark the message."""
+    """Those of a middleware in between, and of a handler; what they commit does not mark the message."""
     box, handled = inbox(lease=timedelta(minutes=10)), message()
     other, same = TransactionMiddleware(shop.also(shop.client)), TransactionMiddleware(shop.transactions)
     marks: list[str] = []
@@ -168,8 +176,9 @@ async def test_other_transactions_leave_the_claim_alone(shop: Shop) -> None:
     assert (await shop.client.get(shop.key("alone")), await mark(shop, box, handled)) == (b"2", "")
 
 
+@pytest.mark.requirement("S0-22")
 async def test_a_message_handed_on_inside_a_transaction_is_not_marked_if_its_handler_fails(shop: Shop) -> None:
-    """S0-22: the outer handler goes on after the error, and commits without it."""
+    """The outer handler goes on after the error, and commits without it."""
     box, inner_message = inbox(lease=timedelta(minutes=10)), message()
     inner = inbox_first(shop, box, failing)
 

@@ -269,17 +269,19 @@ def ending_well(known: set[World], before: dict[World, list[World]]) -> set[Worl
     return good
 
 
+@pytest.mark.requirement("S0-16", "S0-17", "S0-19", "S0-21", "S0-37")
 def test_no_order_of_events_loses_an_effect_or_has_it_twice() -> None:
-    """S0-16, S0-17, S0-19, S0-21, S0-37, reliability 3.2: an ack comes after the one effect, and it always can."""
+    """An ack comes after the one effect, and it always can."""
     result = explored(OURS)
 
     assert result.violations == frozenset()
     assert result.worlds > 10_000
 
 
+@pytest.mark.requirement("S0-17")
 @pytest.mark.parametrize("violation", ["lost", "twice"])
 def test_the_protocol_of_the_seed_loses_messages_and_has_effects_twice(violation: str) -> None:
-    """S0-17, D1, D2: found by the same search, so that it is known to find something."""
+    """Found by the same search, so that it is known to find something."""
     assert violation in explored(SEED, violation).violations
 
 
@@ -303,6 +305,7 @@ def claim_for_ever(mark: Marked, token: int) -> Step:
     return Step(("partial", token), 0, "claimed") if mark is None else Step(mark, 0, "busy")
 
 
+@pytest.mark.requirement("S0-37")
 @pytest.mark.parametrize(
     ("wrong", "violation"),
     [
@@ -316,7 +319,7 @@ def claim_for_ever(mark: Marked, token: int) -> Step:
     ids=["blind commit", "no mark left", "fenced is acked", "deletes others", "busy is acked", "no lease"],
 )
 def test_a_protocol_that_is_wrong_in_one_place_is_found_out(wrong: Protocol, violation: str) -> None:
-    """S0-37, D2: the search notices each of these."""
+    """The search notices each of these."""
     assert violation in explored(wrong, violation).violations
 
 
@@ -357,18 +360,20 @@ async def on_server(shop: Shop, operation: str, before: Marked) -> Step:
     return Step((word, owners[token]) if state else None, effects, answers[words[0]])
 
 
+@pytest.mark.requirement("S0-15", "S0-37")
 @pytest.mark.parametrize("operation", ["claim", "commit", "drop"])
 @pytest.mark.parametrize("before", MARKS, ids=str)
 async def test_the_scripts_do_what_the_model_says(shop: Shop, operation: str, before: Marked) -> None:
-    """S0-15, S0-37: the same mark before, and the same mark, effect and answer after."""
+    """The same mark before, and the same mark, effect and answer after."""
     model = {"claim": claim, "commit": commit, "drop": drop_mark}[operation]
 
     assert await on_server(shop, operation, before) == partial(model, before)(MINE)
 
 
+@pytest.mark.requirement("S0-19")
 @pytest.mark.parametrize("before", MARKS, ids=str)
 async def test_a_lease_is_renewed_by_its_owner_alone(shop: Shop, before: Marked) -> None:
-    """S0-19: so that renewing changes nothing for anybody else, and is not in the model."""
+    """So that renewing changes nothing for anybody else, and is not in the model."""
     tokens = {MINE: "m" * 32, OTHER: "o" * 32}
     if before is not None:
         await shop.client.set(shop.key("mark"), f"{before[0]}:{tokens[before[1]]}", px=20_000)
@@ -379,9 +384,10 @@ async def test_a_lease_is_renewed_by_its_owner_alone(shop: Shop, before: Marked)
     assert (await shop.client.pttl(shop.key("mark")) > 20_000) is (before == ("p", MINE))
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("is_claimed", [True, False])
 async def test_a_commit_that_comes_after_it_was_given_up_is_refused(shop: Shop, *, is_claimed: bool) -> None:
-    """S0-30: with a message and without, so that an answer about what became of it stays true."""
+    """With a message and without, so that an answer about what became of it stays true."""
     mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=is_claimed)
     client = shop.transactions.client
     if is_claimed:
@@ -394,9 +400,10 @@ async def test_a_commit_that_comes_after_it_was_given_up_is_refused(shop: Shop, 
     assert await shop.client.get(shop.key("effect")) is None
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("is_claimed", [True, False])
 async def test_a_commit_that_was_applied_is_not_given_up(shop: Shop, *, is_claimed: bool) -> None:
-    """S0-30: whoever asks learns that it was, as often as it is asked or sent."""
+    """Whoever asks learns that it was, as often as it is asked or sent."""
     mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=is_claimed)
     client = shop.transactions.client
     if is_claimed:
@@ -408,8 +415,9 @@ async def test_a_commit_that_was_applied_is_not_given_up(shop: Shop, *, is_claim
     assert await shop.client.get(shop.key("effect")) == b"1"
 
 
+@pytest.mark.requirement("S0-30", "S0-36")
 async def test_a_mark_that_somebody_has_made_something_else_is_left_alone(shop: Shop) -> None:
-    """S0-30, S0-36: whoever comes upon it is told, and changes nothing."""
+    """Whoever comes upon it is told, and changes nothing."""
     mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=True)
     client = shop.transactions.client
     await shop.client.hset(mark.key, "a", "b")
@@ -425,9 +433,10 @@ async def test_a_mark_that_somebody_has_made_something_else_is_left_alone(shop: 
     assert await shop.client.hgetall(mark.key) == {b"a": b"b"}
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("is_mine", [True, False])
 async def test_what_was_applied_in_part_is_told_as_often_as_it_is_asked(shop: Shop, *, is_mine: bool) -> None:
-    """S0-30: also if the first answer was lost, or it would seem that nothing was; and to its owner alone."""
+    """Also if the first answer was lost, or it would seem that nothing was; and to its owner alone."""
     mark = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=True)
     await shop.client.set(mark.key, f"partial:{mark.token if is_mine else 'x' * 32} 1 of 2 applied")
 

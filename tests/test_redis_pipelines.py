@@ -57,11 +57,12 @@ def namespace() -> str:
     return f"shop-{uuid4().hex}"
 
 
+@pytest.mark.requirement("G1", "S0-03")
 @pytest.mark.parametrize("kind", [Outbox, StreamOutbox])
 async def test_what_is_added_between_watch_and_multi_is_refused(
     client: Foreign, kind: type[Outbox], namespace: str
 ) -> None:
-    """S0-03, G1: the library would store it at once, whatever became of the transaction."""
+    """The library would store it at once, whatever became of the transaction."""
     stock = f"{{{namespace}}}:stock"
     pipeline = await watching(client, stock)
 
@@ -73,11 +74,12 @@ async def test_what_is_added_between_watch_and_multi_is_refused(
     assert await answered(client.exists(*names)) == 0
 
 
+@pytest.mark.requirement("G1", "S0-20", "S0-59")
 @pytest.mark.parametrize("kind", [Outbox, StreamOutbox])
 async def test_what_is_added_after_multi_is_stored_with_the_rest_or_not_at_all(
     client: Foreign, kind: type[Outbox], namespace: str
 ) -> None:
-    """S0-20, S0-59, G1: whoever reads what they watch decides, and a change meanwhile undoes the message as well."""
+    """Whoever reads what they watch decides, and a change meanwhile undoes the message as well."""
     stock, outbox = f"{{{namespace}}}:stock", kind(namespace=namespace)
     name = (
         f"postroom_stream:{{{namespace}}}:stream" if kind is StreamOutbox else f"{outbox.table}:{{{namespace}}}:entries"
@@ -101,8 +103,9 @@ async def test_what_is_added_after_multi_is_stored_with_the_rest_or_not_at_all(
     assert (seen, await answered(client.get(stock))) == ([0, 1], b"8")
 
 
+@pytest.mark.requirement("G1")
 async def test_a_ticket_is_not_scheduled_between_watch_and_multi(client: Foreign, namespace: str) -> None:
-    """G1: it would stand there although the transaction that it belongs to failed."""
+    """It would stand there although the transaction that it belongs to failed."""
     pipeline = await watching(client, f"{{{namespace}}}:stock")
     soon = datetime.now(UTC) + timedelta(minutes=1)
 
@@ -112,12 +115,13 @@ async def test_a_ticket_is_not_scheduled_between_watch_and_multi(client: Foreign
     await answered(pipeline.reset())
 
 
+@pytest.mark.requirement("S2-17")
 @pytest.mark.parametrize("kind", [Outbox, StreamOutbox])
 @pytest.mark.parametrize("client", ["async", "async-cluster"], indirect=True)
 async def test_an_add_that_is_never_awaited_is_named_in_the_warning(
     client: Foreign, kind: type[Outbox], namespace: str
 ) -> None:
-    """S2-17: also of a pipeline, in which nothing is queued until it is awaited."""
+    """Also of a pipeline, in which nothing is queued until it is awaited."""
     outbox = kind(namespace=namespace)
     pipeline = client.pipeline(transaction=True)
     with warnings.catch_warnings(record=True) as caught:

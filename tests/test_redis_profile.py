@@ -117,17 +117,19 @@ async def refusal(client: Client, profile: Profile) -> str:
 
 
 class TestDurable:
+    @pytest.mark.requirement("S3-29")
     async def test_accepts_a_server_that_writes_at_once_and_evicts_nothing(
         self, server: RedisServer, connect: Connect
     ) -> None:
-        """S3-29: its answer to a commit says enough, so nothing is waited for."""
+        """Its answer to a commit says enough, so nothing is waited for."""
         checked = await check(connect(server.dsn), "durable")
 
         assert (checked.profile, checked.waits, checked.unseen) == ("durable", (), ())
         assert checked.run
 
+    @pytest.mark.requirement("S3-29")
     async def test_refuses_a_server_without_a_log(self, server: RedisServer, connect: Connect) -> None:
-        """S3-29: all messages would be lost with the server."""
+        """All messages would be lost with the server."""
         configure(server, appendonly="no")
 
         said = await refusal(connect(server.dsn), "durable")
@@ -135,10 +137,11 @@ class TestDurable:
         assert "appendonly is no and must be yes" in said
         assert 'profile="volatile"' in said
 
+    @pytest.mark.requirement("S3-29")
     async def test_refuses_one_that_writes_every_second_and_cannot_be_waited_for(
         self, private_redis: RedisServer, connect: Connect
     ) -> None:
-        """S3-29: a kill of the server alone would lose what was answered to."""
+        """A kill of the server alone would lose what was answered to."""
         configure(private_redis, appendfsync="everysec")
 
         said = await refusal(connect(private_redis.dsn), "durable")
@@ -193,11 +196,12 @@ class TestDurable:
 
 @pytest.mark.parametrize("profile", PROFILES)
 class TestEveryProfile:
+    @pytest.mark.requirement("S3-29")
     @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
     async def test_refuses_a_server_that_evicts(
         self, server: RedisServer, connect: Connect, profile: Profile, policy: str
     ) -> None:
-        """S3-29: messages would vanish when memory is full."""
+        """Messages would vanish when memory is full."""
         configure(server, maxmemory="100mb", maxmemory_policy=policy)
 
         said = await refusal(connect(server.dsn), profile)
@@ -254,8 +258,9 @@ class TestVolatile:
 
 
 class TestReplicated:
+    @pytest.mark.requirement("S3-29")
     async def test_refuses_a_server_without_a_replica(self, redis_like_url: str, connect: Connect) -> None:
-        """S3-29: a promise of a second copy needs a second server."""
+        """A promise of a second copy needs a second server."""
         said = await refusal(connect(redis_like_url), "replicated")
 
         assert "connected replicas is 0 and must be at least 1" in said
@@ -277,8 +282,9 @@ class TestReplicated:
         with pytest.raises(ConfigurationError, match="connected replicas is 1 and must be at least 2"):
             await check(connect(pair.dsn), "replicated", replicas=2)
 
+    @pytest.mark.requirement("S3-29")
     async def test_refuses_a_server_without_a_log(self, server: RedisServer, connect: Connect) -> None:
-        """S3-29: started again without its data it would have its replicas forget theirs."""
+        """Started again without its data it would have its replicas forget theirs."""
         configure(server, appendonly="no")
 
         assert "appendonly is no and must be yes" in await refusal(connect(server.dsn), "replicated")
@@ -369,10 +375,11 @@ class TestServerThatDoesNotTell:
         with pytest.raises(redis.exceptions.ResponseError, match="killed"):
             await script
 
+    @pytest.mark.requirement("S3-29")
     async def test_is_judged_by_what_info_says(
         self, server: RedisServer, connect: Connect, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """S3-29: managed services forbid CONFIG; what is wrong all the same is refused."""
+        """Managed services forbid CONFIG; what is wrong all the same is refused."""
         configure(server, appendonly="no", maxmemory="100mb", maxmemory_policy="allkeys-lru")
         client = connect(login(server, "-config"))
 
@@ -381,10 +388,11 @@ class TestServerThatDoesNotTell:
         assert "appendonly is no" in said
         assert "maxmemory-policy is allkeys-lru" in said
 
+    @pytest.mark.requirement("S3-29")
     async def test_is_taken_on_trust_with_a_warning(
         self, private_redis: RedisServer, connect: Connect, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """S3-29: when writing happens is nowhere in INFO."""
+        """When writing happens is nowhere in INFO."""
         checked = await check(connect(login(private_redis, "-config")), "durable")
 
         [record] = [record for record in caplog.records if record.name == "postroom"]
@@ -472,10 +480,11 @@ class TestConfirmation:
         with pytest.raises(StoreUnavailableError, match="another server"):
             await confirm(connect(pair.replica.dsn), checked, prefix=PREFIX, patience=SHORT)
 
+    @pytest.mark.requirement("S0-36")
     async def test_that_does_not_come_in_time_leaves_it_open(
         self, private_valkey: ValkeyServer, connect: Connect
     ) -> None:
-        """S0-36: a server that hangs is an error with a deadline, never an ack."""
+        """A server that hangs is an error with a deadline, never an ack."""
         configure(private_valkey, appendfsync="everysec")
         client = connect(private_valkey.dsn)
         checked = await check(client, "durable")
@@ -506,11 +515,12 @@ class TestConfirmation:
 
 
 class TestInACluster:
+    @pytest.mark.requirement("S0-31")
     @pytest.mark.parametrize("kind", REDIS_CLUSTERS)
     async def test_the_server_that_has_the_keys_is_asked(
         self, request: pytest.FixtureRequest, kind: str, connect: Connect
     ) -> None:
-        """S0-31: another one may be set up in another way."""
+        """Another one may be set up in another way."""
         client = connect(clustered(request.getfixturevalue(kind)))
         runs = set[str]()
         for namespace in ("a", "b", "c", "d", "e", "f", "g"):

@@ -100,8 +100,9 @@ def test_a_moment_that_there_is_not_is_the_last_one_and_what_is_none_cannot_be_r
     assert arrival("1700000000001-5") == moment(1_700_000_000_001_000)
 
 
+@pytest.mark.requirement("S0-55")
 async def test_an_entry_of_a_far_future_holds_up_no_other(valkey_server: ValkeyClient) -> None:
-    """S0-55: somebody else's XADD may name any moment."""
+    """Somebody else's XADD may name any moment."""
     store = RedisStreamStore(valkey_server.dsn, table=f"t{uuid4().hex}")
     fields: Any = marshalled(Message(topic="orders", type="orders", payload=b"{}"))
     async with connect(valkey_server.dsn) as client:
@@ -114,8 +115,9 @@ async def test_an_entry_of_a_far_future_holds_up_no_other(valkey_server: ValkeyC
     assert [claim.broken is None for claim in claims] == [True, True]
 
 
+@pytest.mark.requirement("S3-14")
 async def test_of_many_that_were_delivered_the_lost_ones_are_told(valkey_server: ValkeyClient) -> None:
-    """S3-14: also where all of them are told in one word."""
+    """Also where all of them are told in one word."""
     store = RedisStore(valkey_server.dsn, table=f"t{uuid4().hex}")
     async with connect(valkey_server.dsn) as client:
         await store.outbox().add(client, [{"n": n} for n in range(4)], topic="orders")

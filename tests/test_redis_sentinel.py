@@ -30,13 +30,14 @@ from .test_redis_cluster import LOST, PATIENCE, SECOND, Kind, check_a_failover
 Foreign = Any
 
 
+@pytest.mark.requirement("S0-31")
 @pytest.mark.parametrize(
     ("kind", "fixture"), [(RedisStore, "private_valkey_sentinel"), (RedisStreamStore, "private_redis_sentinel")]
 )
 async def test_a_primary_is_killed_and_nothing_is_lost_that_its_replica_had_confirmed(
     request: pytest.FixtureRequest, kind: Kind, fixture: str
 ) -> None:
-    """S0-31: the replica takes over, the dispatcher goes on by itself, and what was confirmed is delivered."""
+    """The replica takes over, the dispatcher goes on by itself, and what was confirmed is delivered."""
     servers = cast("RedisSentinel", request.getfixturevalue(fixture))
 
     await check_a_failover(
@@ -44,8 +45,9 @@ async def test_a_primary_is_killed_and_nothing_is_lost_that_its_replica_had_conf
     )
 
 
+@pytest.mark.requirement("S0-31")
 async def test_a_primary_that_became_a_replica_is_left(private_redis_sentinel: RedisSentinel) -> None:
-    """S0-31: also by who listens, and by a client of the user's."""
+    """Also by who listens, and by a client of the user's."""
     servers = private_redis_sentinel
     once: Foreign = {"retry": Retry(NoBackoff(), 0)}
     sentinel: Foreign = Sentinel(  # type: ignore[no-untyped-call]
@@ -81,8 +83,9 @@ async def _is_added(store: RedisStore) -> bool:
     return True
 
 
+@pytest.mark.requirement("S0-31")
 async def test_a_sentinel_that_is_gone_or_hangs_is_passed_over(private_valkey_sentinel: ValkeySentinel) -> None:
-    """S0-31: as long as one of them answers."""
+    """As long as one of them answers."""
     servers = private_valkey_sentinel
     hung = socket.create_server(("127.0.0.1", 0))  # where nobody will ever answer
     ports = [1, hung.getsockname()[1], servers.sentinel.port]
@@ -108,8 +111,8 @@ async def test_a_service_that_no_sentinel_knows_is_told(private_valkey_sentinel:
     await store.close()
 
 
+@pytest.mark.requirement("S0-36")
 def test_a_client_that_repeats_commands_is_refused() -> None:
-    """S0-36."""
     again = Retry(NoBackoff(), 3)
     sentinel: Foreign = Sentinel([("127.0.0.1", 1)], retry=again)  # type: ignore[no-untyped-call]
 
@@ -125,8 +128,9 @@ def test_a_url_without_a_service_is_refused(url: str) -> None:
         RedisStore(url)
 
 
+@pytest.mark.requirement("S0-31")
 async def test_a_url_says_how_to_connect_and_errors_do_not_say_the_password() -> None:
-    """S0-31: who is greeted with the password is the server; Sentinel has none, or is told by a client of one's own."""
+    """Who is greeted with the password is the server; Sentinel has none, or is told by a client of one's own."""
     url = "rediss+sentinel://ann:se%40cret@one.example,two.example:7000/my%20shop/2?client_name=shop"
     client = connect(url, timeout=timedelta(seconds=6))
     pool = client.connection_pool

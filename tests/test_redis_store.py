@@ -97,19 +97,21 @@ def message(number: int = 1, **parts: Any) -> Message:  # noqa: ANN401
 # -- what goes in comes out ------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G5", "S3-06")
 @pytest.mark.parametrize(
     "payload", [b"[]", b"null", b"9007199254740993", b"", b"\x00\xff\r\n", b'{"a": 1.0}', b"x" * 200_000]
 )
 async def test_a_payload_comes_back_byte_for_byte(shop: Shop, payload: bytes) -> None:
-    """S3-06, G5: no script looks into it."""
+    """No script looks into it."""
     await shop.add(message(payload=payload))
 
     assert [one.payload for one in await shop.deliver_all()] == [payload]
 
 
+@pytest.mark.requirement("S3-05")
 @pytest.mark.parametrize("word", ["a{b}c", "}", "{}", "a:b", "ü", "%7B", "{a}{b}"])
 async def test_braces_and_colons_in_names_mix_nothing_up(valkey_server: ValkeyClient, word: str) -> None:
-    """S3-05: the namespace is the hash tag, and cannot close it."""
+    """The namespace is the hash tag, and cannot close it."""
     shop = Shop(valkey_server.dsn, namespace=word)
     other = RedisStore(valkey_server.dsn, namespace=word + "2", table=shop.table)
     await shop.add(message(key=word, dedupe_key=word), message(2, topic=word.replace(" ", "_")))
@@ -121,8 +123,9 @@ async def test_braces_and_colons_in_names_mix_nothing_up(valkey_server: ValkeyCl
     await shop.close()
 
 
+@pytest.mark.requirement("S3-21")
 def test_names_that_cannot_be_used_are_refused() -> None:
-    """S3-21: before anything is sent."""
+    """Before anything is sent."""
     with pytest.raises(InvalidNameError, match="without braces"):
         RedisStore("redis://localhost", table="a{b}")
     with pytest.raises(InvalidNameError, match="namespace"):
@@ -136,8 +139,9 @@ def test_names_that_cannot_be_used_are_refused() -> None:
 # -- through whatever the caller has ------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G1", "G3", "S0-03", "S0-59", "S3-02")
 async def test_a_pipeline_adds_when_it_is_executed_and_never_when_it_is_not(shop: Shop) -> None:
-    """S0-03, S0-59, S3-02, G1, G3: business and outbox in one MULTI."""
+    """Business and outbox in one MULTI."""
     business = f"{shop.keys.prefix}:business"
     async with shop.client.pipeline(transaction=True) as pipeline:
         pipeline.set(business, "1")
@@ -152,8 +156,9 @@ async def test_a_pipeline_adds_when_it_is_executed_and_never_when_it_is_not(shop
     assert [one.payload for one in await shop.deliver_all()] == [b"1"]
 
 
+@pytest.mark.requirement("S3-02")
 def test_a_client_that_does_not_await_adds_as_well(valkey_server: ValkeyClient) -> None:
-    """S3-02: also one that turns answers into texts, and its pipelines."""
+    """Also one that turns answers into texts, and its pipelines."""
     table = f"t{uuid4().hex}"
     outbox = Outbox(namespace="shop", table=table)
     client = redis.Redis.from_url(valkey_server.dsn, decode_responses=True, retry=None)
@@ -217,24 +222,27 @@ async def deliver_by_hints(
         await running
 
 
+@pytest.mark.requirement("S3-03")
 async def test_a_hint_wakes_whoever_listens(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3-03: the hot path, which a dispatcher takes without waiting for its next look."""
+    """The hot path, which a dispatcher takes without waiting for its next look."""
     await deliver_by_hints(shop, shop.add, monkeypatch)
 
 
 # -- a client that would do harm -------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-13")
 async def test_a_client_that_repeats_commands_by_itself_is_refused(valkey_server: ValkeyClient) -> None:
-    """S3-13: a write whose answer was lost would be written twice."""
+    """A write whose answer was lost would be written twice."""
     with pytest.raises(ConfigurationError, match="repeats commands"):
         RedisStore(redis.asyncio.Redis(port=urlsplit(valkey_server.dsn).port or 0))
     with pytest.raises(ConfigurationError, match="decode_responses"):
         RedisStore(client_of(valkey_server.dsn, decode_responses=True))
 
 
+@pytest.mark.requirement("S3-21")
 async def test_a_client_of_the_users_is_used_and_left_open(shop: Shop) -> None:
-    """S3-21: who opened it closes it."""
+    """Who opened it closes it."""
     store = RedisStore(shop.client, namespace=shop.namespace, table=shop.table)
     await store.open()
     await shop.add(message(1))
@@ -251,9 +259,10 @@ async def test_a_client_of_the_users_is_used_and_left_open(shop: Shop) -> None:
 NAMES = ["entries", "states", "errors", "due", "held", "leased", "dead", "done", "lanes", "tombs", "tried"]
 
 
+@pytest.mark.requirement("S3-06")
 @pytest.mark.parametrize("name", [*NAMES, "dedupes", "topics", "counters"])
 async def test_a_key_of_the_wrong_type_is_told_and_nothing_is_written(shop: Shop, name: str) -> None:
-    """S3-06: types are looked at before the first write."""
+    """Types are looked at before the first write."""
     await shop.client.set(shop.key(name), "somebody else's")
 
     with pytest.raises(redis.ResponseError, match=f"{name} is a string"):
@@ -264,16 +273,18 @@ async def test_a_key_of_the_wrong_type_is_told_and_nothing_is_written(shop: Shop
     assert await shop.client.keys(f"{shop.table}*") == [shop.key(name).encode()]
 
 
+@pytest.mark.requirement("S3-04")
 async def test_a_server_that_forgot_its_scripts_is_told_them_again(shop: Shop) -> None:
-    """S3-04: NOSCRIPT after a restart or a failover."""
+    """NOSCRIPT after a restart or a failover."""
     await shop.add(message(1))
     await shop.client.script_flush()
 
     assert len(await shop.deliver_all()) == 1
 
 
+@pytest.mark.requirement("G2", "S3-15")
 async def test_a_claim_whose_answer_was_lost_is_neither_lost_nor_doubled(valkey_server: ValkeyClient) -> None:
-    """G2, S3-15: it comes again when the lease ran out; an answer to a settlement can be asked for again."""
+    """It comes again when the lease ran out; an answer to a settlement can be asked for again."""
     url = urlsplit(valkey_server.dsn)
     async with FaultProxy(url.hostname or "", url.port or 0) as proxy:
         shop = Shop(f"redis://127.0.0.1:{proxy.port}")
@@ -303,10 +314,11 @@ async def test_a_claim_whose_answer_was_lost_is_neither_lost_nor_doubled(valkey_
         await shop.close()
 
 
+@pytest.mark.requirement("S3-13")
 async def test_a_server_without_memory_refuses_the_whole_message_and_lets_others_go(
     private_valkey: ValkeyServer,
 ) -> None:
-    """S3-13: what is delivered makes room, and then there is some."""
+    """What is delivered makes room, and then there is some."""
     shop = Shop(private_valkey.dsn, keep_delivered=timedelta(0))
     await shop.add(message(1))
     before = await shop.client.hgetall(shop.key("topics"))
@@ -322,8 +334,9 @@ async def test_a_server_without_memory_refuses_the_whole_message_and_lets_others
     await shop.close()
 
 
+@pytest.mark.requirement("S3-13")
 async def test_a_user_without_the_right_is_told_what_to_allow(private_valkey: ValkeyServer) -> None:
-    """S3-13: and a wrong password is not shown."""
+    """And a wrong password is not shown."""
     admin = client_of(private_valkey.dsn)
     await admin.acl_setuser("poor", enabled=True, passwords=["+poor-secret"], keys=["*"], commands=["+ping"])
     await admin.aclose()
@@ -340,8 +353,9 @@ async def test_a_user_without_the_right_is_told_what_to_allow(private_valkey: Va
     await wrong.close()
 
 
+@pytest.mark.requirement("S3-29")
 async def test_a_replica_is_told_from_the_primary(private_valkey: ValkeyServer, shop: Shop) -> None:
-    """S3-29: nothing is claimed where nothing can be written."""
+    """Nothing is claimed where nothing can be written."""
     url = urlsplit(shop.url)
     await shop.add(message(1))
     await shop.client.config_set("repl-diskless-sync-delay", 0)  # it would wait for more replicas
@@ -363,8 +377,9 @@ async def test_a_replica_is_told_from_the_primary(private_valkey: ValkeyServer, 
     await client.aclose()
 
 
+@pytest.mark.requirement("G4", "S3-29")
 async def test_a_server_that_is_away_is_told_and_found_again(private_valkey: ValkeyServer) -> None:
-    """S3-29, G4: what was stored is there after a crash of the server."""
+    """What was stored is there after a crash of the server."""
     shop = Shop(private_valkey.dsn)
     await shop.add(message(1))
     await shop.client.waitaof(1, 0, 5000)
@@ -377,8 +392,9 @@ async def test_a_server_that_is_away_is_told_and_found_again(private_valkey: Val
     await shop.close()
 
 
+@pytest.mark.requirement("G13")
 async def test_a_server_that_hangs_is_given_up(private_valkey: ValkeyServer) -> None:
-    """G13: no call waits for longer than it may."""
+    """No call waits for longer than it may."""
     shop = Shop(private_valkey.dsn, timeout=5 * SECOND)
     await shop.store.open()
     private_valkey.pause()
@@ -407,16 +423,18 @@ async def _settled(shop: Shop) -> None:
     await shop.store.claim(2, TERMS)
 
 
+@pytest.mark.requirement("S3-07")
 async def test_repair_finds_nothing_to_mend_after_whole_scripts(shop: Shop) -> None:
-    """S3-07: its count should read zero for ever."""
+    """Its count should read zero for ever."""
     await _settled(shop)
 
     assert await shop.store.repair(at_once=5) == 0
 
 
+@pytest.mark.requirement("S3-06", "S3-07", "S3-10")
 @pytest.mark.parametrize("name", ["due", "leased", "dead", "done", "lanes", "tombs", "tried", "held"])
 async def test_repair_mends_an_index_that_was_lost(shop: Shop, name: str) -> None:
-    """S3-06, S3-07, S3-10: whatever state a message is in, it is found again."""
+    """Whatever state a message is in, it is found again."""
     await _settled(shop)
     before = await _seen(shop)
     await shop.client.delete(shop.key(name))
@@ -428,8 +446,9 @@ async def test_repair_mends_an_index_that_was_lost(shop: Shop, name: str) -> Non
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("S3-07")
 async def test_a_dispatcher_has_its_store_repaired(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3-07: by itself, and tells if there was anything to mend."""
+    """By itself, and tells if there was anything to mend."""
     monkeypatch.setattr(upkeep, "HOUR", SECOND / 50)
     told: list[Event] = []
     await shop.add(message(1))
@@ -452,8 +471,9 @@ async def _seen(shop: Shop) -> dict[str, list[Any]]:
     return {**found, **{name: sorted(await shop.client.zrange(shop.key(name), 0, -1)) for name in ("dead", "done")}}
 
 
+@pytest.mark.requirement("S3-10")
 async def test_members_without_an_entry_are_dropped_and_counted(shop: Shop) -> None:
-    """S3-10: an orphan stops nobody."""
+    """An orphan stops nobody."""
     await shop.add(message(1), message(2))
     [claim] = await shop.store.claim(1, ClaimTerms(worker=uuid4(), lease=timedelta(microseconds=1)))
     ids = await shop.client.hkeys(shop.key("states"))
@@ -465,9 +485,10 @@ async def test_members_without_an_entry_are_dropped_and_counted(shop: Shop) -> N
     assert await shop.client.hget(shop.key("counters"), "orphans") == b"1"
 
 
+@pytest.mark.requirement("S3-29")
 @pytest.mark.parametrize("keep", [timedelta(0), timedelta(days=1)], ids=["nothing kept", "purged"])
 async def test_what_was_delivered_leaves_nothing_behind(valkey_server: ValkeyClient, keep: timedelta) -> None:
-    """S3-29: neither indexes nor errors nor dedupe keys."""
+    """Neither indexes nor errors nor dedupe keys."""
     shop = Shop(valkey_server.dsn, keep_delivered=keep)
     await shop.add(*(message(n, key=key, dedupe_key=f"{n}-{key}") for n in range(3) for key in (None, "a", "b")))
     for outcome in (Retry("no"), Dead("never"), Release()):
@@ -486,8 +507,9 @@ async def test_what_was_delivered_leaves_nothing_behind(valkey_server: ValkeyCli
 # -- dead messages that are tried again ----------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G6", "S3-17", "S3-18")
 async def test_a_dead_message_that_is_redriven_goes_before_those_it_held_back(shop: Shop) -> None:
-    """S3-17, S3-18, G6: never deleted by itself, and first in its place again."""
+    """Never deleted by itself, and first in its place again."""
     await shop.add(message(1, key="a"), message(2, key="a"), message(3))
     [dead] = await shop.store.claim(1, TERMS)
     await shop.store.settle([Settlement(dead, Dead("never"))])
@@ -504,8 +526,9 @@ async def test_a_dead_message_that_is_redriven_goes_before_those_it_held_back(sh
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("S3-18")
 async def test_a_redriven_message_waits_for_nobody_that_was_let_pass(shop: Shop) -> None:
-    """S3-18: with dead messages passed over, a later one may be out already."""
+    """With dead messages passed over, a later one may be out already."""
     terms = ClaimTerms(worker=uuid4(), on_dead="skip")
     await shop.add(message(1, key="a"), message(2, key="a"), message(3, key="a"))
     [dead] = await shop.store.claim(1, terms)
@@ -524,8 +547,9 @@ async def test_a_redriven_message_waits_for_nobody_that_was_let_pass(shop: Shop)
 # -- much at once ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S2-14")
 async def test_a_tenant_is_found_behind_many_of_others(shop: Shop) -> None:
-    """S2-14: a claim that looks through much goes on where it stopped."""
+    """A claim that looks through much goes on where it stopped."""
     tenant = uuid4()
     await shop.add(*(message(n) for n in range(2500)))
     await shop.add(message(1, tenant_id=tenant), message(2, tenant_id=tenant))
@@ -535,8 +559,9 @@ async def test_a_tenant_is_found_behind_many_of_others(shop: Shop) -> None:
     assert [claim.message.payload for claim in claims] == [b"1", b"2"]
 
 
+@pytest.mark.requirement("S2-27")
 async def test_parked_messages_hide_nothing_of_the_others(shop: Shop) -> None:
-    """S2-27: however many of them wait; and all of them come back."""
+    """However many of them wait; and all of them come back."""
     await shop.add(*(message(n, topic="down") for n in range(2500)))
     while claims := await shop.store.claim(500, ClaimTerms(worker=uuid4())):
         await shop.store.settle([Settlement(claim, Release(destination="down")) for claim in claims])
@@ -550,8 +575,9 @@ async def test_parked_messages_hide_nothing_of_the_others(shop: Shop) -> None:
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("S2-27")
 async def test_thousands_of_topics_that_have_one_message_each_are_claimed(shop: Shop) -> None:
-    """S2-27: a script cannot pass more than about 8,000 values to one command."""
+    """A script cannot pass more than about 8,000 values to one command."""
     for first in range(0, 9000, 500):
         await shop.add(*(message(n, topic=f"topic {n}") for n in range(first, first + 500)))
 
@@ -560,8 +586,9 @@ async def test_thousands_of_topics_that_have_one_message_each_are_claimed(shop: 
     assert [claim.message.payload for claim in claims] == [b"%d" % n for n in range(500)]
 
 
+@pytest.mark.requirement("G2")
 async def test_places_of_messages_that_an_earlier_version_claimed_are_cleaned_up(shop: Shop) -> None:
-    """G2: such a worker claims what was parked for an hour, and leaves its place among the parked ones."""
+    """Such a worker claims what was parked for an hour, and leaves its place among the parked ones."""
     await shop.add(*(message(n) for n in range(10)))
     claims = await shop.store.claim(10, ClaimTerms(worker=uuid4()))
     await shop.store.settle([Settlement(claim, Release(destination="down")) for claim in claims])
@@ -578,8 +605,9 @@ async def test_places_of_messages_that_an_earlier_version_claimed_are_cleaned_up
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("G2")
 async def test_repair_mends_the_places_of_parked_messages(shop: Shop) -> None:
-    """G2: those that are missing, and those that should not be there."""
+    """Those that are missing, and those that should not be there."""
     await shop.add(message(1))
     claims = await shop.store.claim(10, ClaimTerms(worker=uuid4()))
     await shop.store.settle([Settlement(claim, Release(destination="down")) for claim in claims])
@@ -595,8 +623,9 @@ async def test_repair_mends_the_places_of_parked_messages(shop: Shop) -> None:
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("G5", "S3-12")
 async def test_one_message_that_is_added_twice_in_one_call_is_there_once(shop: Shop) -> None:
-    """S3-12, G5: with a key and without."""
+    """With a key and without."""
     loose, keyed = message(1), message(2, key="a")
 
     added = await shop.add(loose, loose, keyed, keyed)
@@ -608,8 +637,9 @@ async def test_one_message_that_is_added_twice_in_one_call_is_there_once(shop: S
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("G6", "S2-31")
 async def test_two_calls_of_one_moment_keep_their_order(shop: Shop) -> None:
-    """S2-31, G6: places in the order of arrival are never given twice, however many came at once before."""
+    """Places in the order of arrival are never given twice, however many came at once before."""
     async with shop.client.pipeline(transaction=True) as pipeline:
         await shop.outbox.add(pipeline, [message(n, key="a") for n in range(400)])
         await shop.outbox.add(pipeline, message(400, key="a"))
@@ -620,8 +650,9 @@ async def test_two_calls_of_one_moment_keep_their_order(shop: Shop) -> None:
     assert [int(claim.message.payload) for claim in claims] == list(range(401))
 
 
+@pytest.mark.requirement("S3-07")
 async def test_a_message_that_is_out_again_is_no_longer_among_those_that_wait(shop: Shop) -> None:
-    """S3-07: nothing is left for repair."""
+    """Nothing is left for repair."""
     await shop.add(message(1))
     await shop.store.settle([Settlement(claim, Retry("no")) for claim in await shop.store.claim(1, TERMS)])
     [again] = await shop.store.claim(1, TERMS)
@@ -630,8 +661,9 @@ async def test_a_message_that_is_out_again_is_no_longer_among_those_that_wait(sh
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("S3-07")
 async def test_a_lease_that_was_renewed_is_indexed_as_it_is(shop: Shop) -> None:
-    """S3-07: nothing is left for repair."""
+    """Nothing is left for repair."""
     await shop.add(message(1))
     claims = await shop.store.claim(1, TERMS)
     await shop.store.extend(claims, 10 * MINUTE)
@@ -639,9 +671,10 @@ async def test_a_lease_that_was_renewed_is_indexed_as_it_is(shop: Shop) -> None:
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("S3-14", "S3-15")
 @pytest.mark.parametrize("key", [None, "a"])
 async def test_of_two_words_about_one_claim_in_one_call_the_first_counts(shop: Shop, key: str | None) -> None:
-    """S3-14, S3-15: the second is lost, unless it says the same."""
+    """The second is lost, unless it says the same."""
     await shop.add(message(1, key=key))
     [claim] = await shop.store.claim(1, TERMS)
 
@@ -653,8 +686,9 @@ async def test_of_two_words_about_one_claim_in_one_call_the_first_counts(shop: S
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("S3-09")
 async def test_more_than_one_script_takes_is_settled_all_the_same(shop: Shop) -> None:
-    """S3-09: scripts are bounded, batches are not."""
+    """Scripts are bounded, batches are not."""
     await shop.add(*(message(n) for n in range(1200)))
     claims = [claim for _ in range(3) for claim in await shop.store.claim(1000, TERMS)]
 
@@ -667,8 +701,9 @@ async def test_more_than_one_script_takes_is_settled_all_the_same(shop: Shop) ->
 # -- from the command line ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-03")
 async def test_the_command_line_delivers_and_counts(shop: Shop, tmp_path: Path) -> None:
-    """S3-03: a store is a URL there."""
+    """A store is a URL there."""
     await shop.add(message(1), message(2))
     store = ("--store", shop.url, "--namespace", shop.namespace, "--table", shop.table)
 

@@ -87,8 +87,9 @@ async def claimed(store: RedisStreamStore, limit: int = 10) -> list[bytes]:
 # -- adding ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-41")
 def test_a_stream_that_cannot_be_named_is_refused_at_construction() -> None:
-    """S0-41: before anything is written to a key that nobody reads."""
+    """Before anything is written to a key that nobody reads."""
     for wrong in ({"table": ""}, {"table": "a{b}"}, {"namespace": ""}, {"group": ""}, {"consumer": "a|b"}):
         with pytest.raises(InvalidNameError):
             RedisStreamStore("redis://localhost", **wrong)  # type: ignore[arg-type]
@@ -96,9 +97,10 @@ def test_a_stream_that_cannot_be_named_is_refused_at_construction() -> None:
         StreamOutbox(table="")
 
 
+@pytest.mark.requirement("S0-41", "S0-48")
 @pytest.mark.parametrize("name", ["outbox:events", "{shop}:events", "events:{shop}"])
 async def test_a_stream_may_have_a_name_of_its_own(client: Foreign, name: str) -> None:
-    """S0-41, S0-48: what is added, claimed and dead is there, in one slot of a cluster; the key by default is not."""
+    """What is added, claimed and dead is there, in one slot of a cluster; the key by default is not."""
     stream = f"{uuid4().hex}-{name}"
     store = RedisStreamStore(client, namespace="shop", stream=stream)
     await store.outbox().add(client, [numbered(1), numbered(2)])
@@ -114,14 +116,16 @@ async def test_a_stream_may_have_a_name_of_its_own(client: Foreign, name: str) -
     assert len(keys) > 2
 
 
+@pytest.mark.requirement("S0-41")
 @pytest.mark.parametrize("name", ["", "a{}b", "a{b", "a}b{", "{a}{b}", "two\nlines", "x" * 101])
 def test_a_stream_whose_keys_could_not_be_in_one_slot_is_refused(name: str) -> None:
-    """S0-41: by the store and by its outbox."""
+    """By the store and by its outbox."""
     for make in (lambda: RedisStreamStore("redis://localhost", stream=name), lambda: StreamOutbox(stream=name)):
         with pytest.raises(InvalidNameError, match="cannot name a stream"):
             make()
 
 
+@pytest.mark.requirement("S0-48")
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -138,13 +142,14 @@ def test_a_stream_whose_keys_could_not_be_in_one_slot_is_refused(name: str) -> N
     ],
 )
 def test_settings_of_a_stream_that_cannot_work_are_refused_by_name(wrong: dict[str, Foreign], said: str) -> None:
-    """S0-48: at construction, with what is possible."""
+    """At construction, with what is possible."""
     with pytest.raises(ConfigurationError, match=said):
         RedisStreamStore("redis://localhost", **wrong)
 
 
+@pytest.mark.requirement("S0-48")
 async def test_a_claim_takes_a_batch_at_the_most(client: Foreign) -> None:
-    """S0-48: however many a dispatcher asks for."""
+    """However many a dispatcher asks for."""
     store = RedisStreamStore(client, table=f"test-{uuid4().hex}", batch=3)
     await store.outbox().add(client, [numbered(number) for number in range(7)])
 
@@ -153,11 +158,12 @@ async def test_a_claim_takes_a_batch_at_the_most(client: Foreign) -> None:
     assert sizes == [3, 3, 1, 0]
 
 
+@pytest.mark.requirement("S0-48")
 @pytest.mark.parametrize(("options", "milliseconds"), [({}, "1000"), ({"block": timedelta(seconds=2.5)}, "2500")])
 async def test_a_listener_blocks_for_as_long_as_the_store_says(
     client: Foreign, options: dict[str, Foreign], milliseconds: str
 ) -> None:
-    """S0-48: the server sees it in the command."""
+    """The server sees it in the command."""
     store = RedisStreamStore(client, table=f"test-{uuid4().hex}", **options)
     async with client.monitor() as monitor:
         listening = asyncio.create_task(store.listen(lambda: None))
@@ -173,8 +179,9 @@ async def test_a_listener_blocks_for_as_long_as_the_store_says(
     assert words[words.index("BLOCK") + 1] == milliseconds
 
 
+@pytest.mark.requirement("S0-42")
 async def test_a_message_is_written_with_fields_that_others_can_read(client: Foreign, store: RedisStreamStore) -> None:
-    """S0-42: id, topic, type, source and data as they are, whatever else is said as JSON."""
+    """Id, topic, type, source and data as they are, whatever else is said as JSON."""
     plain, full = numbered(1), numbered(2, key="a", headers={"ce-source": "till"}, content_type="text/plain")
     await store.outbox().add(client, [plain, full])
 
@@ -186,8 +193,9 @@ async def test_a_message_is_written_with_fields_that_others_can_read(client: For
     assert two == {**common, b"id": full.id.hex.encode(), b"source": b"till", b"data": b"2", b"key": b"a"}
 
 
+@pytest.mark.requirement("S0-42", "S0-48")
 async def test_fields_may_be_chosen_by_functions_of_ones_own(client: Foreign) -> None:
-    """S0-42, S0-48: both ways, and the store adds what only it knows."""
+    """Both ways, and the store adds what only it knows."""
 
     def marshal(message: Message) -> Mapping[str, str | bytes]:
         return {"i": str(message.id), "where": message.topic, "what": message.payload}
@@ -208,9 +216,10 @@ async def test_fields_may_be_chosen_by_functions_of_ones_own(client: Foreign) ->
     assert claim.message.time is not None
 
 
+@pytest.mark.requirement("G5")
 @pytest.mark.parametrize("payload", [b"[]", b"null", b"9007199254740993", b"\x00\xff", b""])
 async def test_payloads_come_back_byte_for_byte(client: Foreign, store: RedisStreamStore, payload: bytes) -> None:
-    """G5: what a script might take for a number, a table or the end of a text."""
+    """What a script might take for a number, a table or the end of a text."""
     await store.outbox().add(client, [replace(numbered(1), payload=payload)], delay=1 * MS)
     await store.outbox().add(client, [replace(numbered(1), payload=payload)])
     await until(lambda: _has_come(client, store, 1), "the delay was over")
@@ -226,8 +235,9 @@ async def _has_come(client: Foreign, store: RedisStreamStore, count: int) -> boo
     return come >= count
 
 
+@pytest.mark.requirement("S0-43", "S0-47")
 async def test_each_message_is_one_xadd_in_the_pipeline_of_the_caller(client: Foreign, store: RedisStreamStore) -> None:
-    """S0-43, S0-47: nothing is there before EXEC, then all of it in its order; and nothing is ever trimmed."""
+    """Nothing is there before EXEC, then all of it in its order; and nothing is ever trimmed."""
     async with client.pipeline(transaction=True) as pipeline:
         pipeline.set(f"{key(store)}:order", "placed")
         added = await store.outbox().add(pipeline, [numbered(n) for n in range(20)])
@@ -240,8 +250,9 @@ async def test_each_message_is_one_xadd_in_the_pipeline_of_the_caller(client: Fo
     assert [UUID(fields[b"id"].decode()) for _, fields in await client.xrange(key(store))] == [one.id for one in added]
 
 
+@pytest.mark.requirement("S0-43")
 def test_a_client_that_does_not_wait_adds_too(valkey_server: ValkeyClient) -> None:
-    """S0-43: with a pipeline and without, all or nothing."""
+    """With a pipeline and without, all or nothing."""
     outbox = StreamOutbox(table=f"test-{uuid4().hex}")
     with redis.Redis.from_url(valkey_server.dsn, retry=None) as client:
         outbox.add(client, [numbered(1), numbered(2)])
@@ -252,13 +263,14 @@ def test_a_client_that_does_not_wait_adds_too(valkey_server: ValkeyClient) -> No
         assert [fields[b"data"] for _, fields in client.xrange(outbox.stream)] == [b"1", b"2", b"3"]
 
 
+@pytest.mark.requirement("S0-46")
 @pytest.mark.parametrize(
     "fields",
     [None, {}, {"a": 1}, ["a", "b"], dict.fromkeys(map(str, range(2001)), "")],
     ids=["raises", "none", "number", "list", "many"],
 )
 async def test_a_marshal_function_that_fails_leaves_nothing_in_the_pipeline(client: Foreign, fields: Foreign) -> None:
-    """S0-46: neither that message nor the one before it, and no payload in the error."""
+    """Neither that message nor the one before it, and no payload in the error."""
 
     def marshal(message: Message) -> Foreign:
         if message.payload == b"1":
@@ -297,10 +309,11 @@ class Pipelines:
         yield
 
 
+@pytest.mark.requirement("S0-43", "S0-44", "S0-45", "S0-46")
 async def test_what_a_handler_returns_goes_into_the_stream_and_no_further(
     client: Foreign, store: RedisStreamStore
 ) -> None:
-    """S0-43, S0-44, S0-45, S0-46: with its effect, or neither; and not at all without a transaction."""
+    """With its effect, or neither; and not at all without a transaction."""
     transaction, outbox = TransactionMiddleware(Pipelines(client)), OutboxMiddleware(store.outbox())
 
     async def handle(message: Message) -> Sequence[Message]:
@@ -317,10 +330,11 @@ async def test_what_a_handler_returns_goes_into_the_stream_and_no_further(
     assert await claimed(store) == [b"1", b"2"]
 
 
+@pytest.mark.requirement("S0-43")
 async def test_an_effect_its_mark_and_what_comes_of_it_are_one_step_with_a_stream_too(
     client: Foreign, store: RedisStreamStore
 ) -> None:
-    """S0-43: `transactional` takes the store; what comes twice changes nothing the second time."""
+    """`transactional` takes the store; what comes twice changes nothing the second time."""
     stack = transactional(store, consumer=f"stock-{uuid4().hex}")
     stock = store.transactions().key(f"stock-{uuid4().hex}")
 
@@ -334,8 +348,9 @@ async def test_an_effect_its_mark_and_what_comes_of_it_are_one_step_with_a_strea
     assert (returned, await client.get(stock), await claimed(store)) == ([], b"1", [b"1"])
 
 
+@pytest.mark.requirement("G13", "S2-27")
 async def test_a_delayed_message_says_when_it_was_added(client: Foreign, store: RedisStreamStore) -> None:
-    """S2-27, G13: those of a moment that is over, in the order in which they are due, and are so when given back."""
+    """Those of a moment that is over, in the order in which they are due, and are so when given back."""
     long_ago = datetime.now(UTC) - timedelta(hours=1)
     await store.outbox().add(client, numbered(1), due_at=long_ago + timedelta(minutes=1))
     await store.outbox().add(client, numbered(2), due_at=long_ago)
@@ -354,8 +369,9 @@ async def test_a_delayed_message_says_when_it_was_added(client: Foreign, store: 
     assert await client.exists(key(store, ":delayed"), key(store, ":later")) == 0
 
 
+@pytest.mark.requirement("S0-41")
 async def test_names_of_any_kind_make_good_keys(client: Foreign) -> None:
-    """S0-41: braces and colons in a namespace neither close the hash tag nor meet another's."""
+    """Braces and colons in a namespace neither close the hash tag nor meet another's."""
     stores = [RedisStreamStore(client, namespace=name) for name in (f"{{a}}:{uuid4()}", f"ä b:{uuid4()}")]
     for number, store in enumerate(stores):
         await store.outbox().add(client, numbered(number))
@@ -368,8 +384,9 @@ async def test_names_of_any_kind_make_good_keys(client: Foreign) -> None:
 # -- the end of a message ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-53")
 async def test_a_delivered_message_leaves_nothing_behind(client: Foreign, store: RedisStreamStore) -> None:
-    """S0-53: XACK and XDEL in one step, and whatever else was known of it."""
+    """XACK and XDEL in one step, and whatever else was known of it."""
     await store.outbox().add(client, [numbered(n) for n in range(5)])
     await store.settle([Settlement(claim, Retry("no")) for claim in await store.claim(3, TERMS)])
     claims = await store.claim(10, TERMS)
@@ -382,8 +399,9 @@ async def test_a_delivered_message_leaves_nothing_behind(client: Foreign, store:
     assert await client.exists(*left) == 0
 
 
+@pytest.mark.requirement("S0-53")
 async def test_when_a_message_was_delivered_is_kept_by_the_clock_of_the_server(client: Foreign) -> None:
-    """S0-53: the purge goes by it."""
+    """The purge goes by it."""
     store = RedisStreamStore(client, table=f"test-{uuid4().hex}", keep_delivered=timedelta(days=1))
     await store.outbox().add(client, numbered(1))
     [claim] = await store.claim(10, TERMS)
@@ -398,10 +416,11 @@ async def test_when_a_message_was_delivered_is_kept_by_the_clock_of_the_server(c
     assert await store.purge(older_than=timedelta(0)) == 1
 
 
+@pytest.mark.requirement("S0-53", "S0-57")
 async def test_a_nacked_message_stays_pending_until_its_backoff_is_over(
     client: Foreign, store: RedisStreamStore
 ) -> None:
-    """S0-53, S0-57: it waits under the group's eyes, with its error."""
+    """It waits under the group's eyes, with its error."""
     await store.outbox().add(client, [numbered(1)])
     [claim] = await store.claim(10, TERMS)
     await store.settle([Settlement(claim, Retry("it said no", 3000 * MS))])
@@ -417,10 +436,11 @@ async def _is_back(store: RedisStreamStore) -> bool:
     return await claimed(store) == [b"1"]
 
 
+@pytest.mark.requirement("S0-57")
 async def test_a_dead_message_goes_to_the_dead_letter_stream_and_can_be_redriven(
     client: Foreign, store: RedisStreamStore
 ) -> None:
-    """S0-57: with its fields, why and after how many attempts; in the same step as it leaves."""
+    """With its fields, why and after how many attempts; in the same step as it leaves."""
     await store.outbox().add(client, [numbered(1)])
     [claim] = await store.claim(10, TERMS)
 
@@ -436,8 +456,9 @@ async def test_a_dead_message_goes_to_the_dead_letter_stream_and_can_be_redriven
     assert await client.xlen(key(store, ":dead")) == 0
 
 
+@pytest.mark.requirement("S0-54", "S0-57")
 async def test_a_failing_message_is_dead_after_its_budget(client: Foreign, store: RedisStreamStore) -> None:
-    """S0-54, S0-57: three attempts with a backoff, the others are delivered meanwhile."""
+    """Three attempts with a backoff, the others are delivered meanwhile."""
     tries: list[int] = []
     broker = MemoryBroker()
 
@@ -464,11 +485,12 @@ async def _counts(store: RedisStreamStore, *, dead: int, pending: int) -> bool:
     return (stats.dead, stats.pending + stats.processing) == (dead, pending)
 
 
+@pytest.mark.requirement("S0-55")
 @pytest.mark.parametrize("fields", [{"some": "thing"}, {"id": "x", "topic": "t", "type": "t", "data": ""}])
 async def test_an_entry_that_cannot_be_read_is_parked_and_stops_nobody(
     client: Foreign, store: RedisStreamStore, fields: dict[str, str]
 ) -> None:
-    """S0-55: whoever wrote it; it is dead with a reason, and has the same id whenever it is looked at."""
+    """Whoever wrote it; it is dead with a reason, and has the same id whenever it is looked at."""
     await client.xadd(key(store), fields)
     await store.outbox().add(client, numbered(1))
     [bad, _] = claims = await store.claim(10, TERMS)
@@ -487,8 +509,9 @@ async def test_an_entry_that_cannot_be_read_is_parked_and_stops_nobody(
     assert await _counts(store, dead=1, pending=0)
 
 
+@pytest.mark.requirement("S0-55")
 async def test_an_unmarshal_function_that_fails_is_told_as_a_broken_entry(client: Foreign) -> None:
-    """S0-55: whatever it raises, without what it raised, which may hold the payload."""
+    """Whatever it raises, without what it raised, which may hold the payload."""
 
     def unmarshal(fields: Mapping[bytes, bytes]) -> Message:
         raise RuntimeError(fields[b"data"].decode())
@@ -505,9 +528,10 @@ async def test_an_unmarshal_function_that_fails_is_told_as_a_broken_entry(client
 # -- end to end --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-51", "S0-54")
 @pytest.mark.parametrize("protocol", [2, 3])
 async def test_a_dispatcher_delivers_what_is_added_while_it_runs(valkey_server: ValkeyClient, protocol: int) -> None:
-    """S0-51, S0-54: everything, in every protocol of the library's, also after an outage of the broker."""
+    """Everything, in every protocol of the library's, also after an outage of the broker."""
     retry = Retries(NoBackoff(), 0)
     client: Foreign = redis.asyncio.Redis.from_url(valkey_server.dsn, retry=retry, protocol=protocol)
     store, broker = RedisStreamStore(client, table=f"test-{uuid4().hex}"), MemoryBroker()
@@ -528,8 +552,9 @@ async def test_a_dispatcher_delivers_what_is_added_while_it_runs(valkey_server: 
     assert sorted(payloads(list(broker.received)), key=int) == [str(n).encode() for n in range(100)]
 
 
+@pytest.mark.requirement("S0-49", "S0-53")
 async def test_a_source_hands_out_messages_until_it_is_closed(client: Foreign, store: RedisStreamStore) -> None:
-    """S0-49, S0-53: ack is recorded when it returns, what was not acknowledged is given back."""
+    """Ack is recorded when it returns, what was not acknowledged is given back."""
     await store.outbox().add(client, [numbered(n) for n in range(3)])
     async with OutboxSubscriber(store, poll_interval=10 * MS) as deliveries:
         first = await anext(deliveries)
@@ -548,8 +573,9 @@ async def test_a_source_hands_out_messages_until_it_is_closed(client: Foreign, s
 # -- names and groups --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-48")
 async def test_every_store_has_a_consumer_name_of_its_own(client: Foreign) -> None:
-    """S0-48: the host alone would be shared by all of its processes."""
+    """The host alone would be shared by all of its processes."""
     one, two = RedisStreamStore(client), RedisStreamStore(client)
 
     assert one.consumer != two.consumer
@@ -557,10 +583,11 @@ async def test_every_store_has_a_consumer_name_of_its_own(client: Foreign) -> No
     assert RedisStreamStore(client, consumer="till-1").consumer == "till-1"
 
 
+@pytest.mark.requirement("S0-50")
 async def test_opening_makes_the_stream_and_the_group_from_the_first_entry_on(
     client: Foreign, store: RedisStreamStore
 ) -> None:
-    """S0-50: what was added before is read; a group that is there is fine."""
+    """What was added before is read; a group that is there is fine."""
     await store.open()
     [made] = await client.xinfo_groups(key(store))
     await store.outbox().add(client, numbered(1))
@@ -572,8 +599,9 @@ async def test_opening_makes_the_stream_and_the_group_from_the_first_entry_on(
     assert await claimed(store) == [b"1"]
 
 
+@pytest.mark.requirement("S0-48")
 async def test_a_second_group_is_refused(client: Foreign, store: RedisStreamStore) -> None:
-    """S0-48: each would delete what the other has not read."""
+    """Each would delete what the other has not read."""
     await store.open()
     other = RedisStreamStore(client, namespace="shop", table=store._table, group="another")  # noqa: SLF001
 
@@ -583,8 +611,9 @@ async def test_a_second_group_is_refused(client: Foreign, store: RedisStreamStor
         await other.claim(10, TERMS)
 
 
+@pytest.mark.requirement("S3-06")
 async def test_a_key_of_the_wrong_kind_is_told_and_nothing_is_done(client: Foreign, store: RedisStreamStore) -> None:
-    """S3-06: before the first write."""
+    """Before the first write."""
     await store.outbox().add(client, numbered(1))
     [claim] = await store.claim(10, TERMS)
     await client.set(key(store, ":notes"), "mine")
@@ -597,8 +626,9 @@ async def test_a_key_of_the_wrong_kind_is_told_and_nothing_is_done(client: Forei
     assert (await client.xpending(key(store), GROUP))["pending"] == 1
 
 
+@pytest.mark.requirement("S0-41")
 async def test_a_listener_waits_for_a_second_in_one_call(client: Foreign, store: RedisStreamStore) -> None:
-    """S0-41: so that it neither asks all the time nor holds a connection whose server is gone."""
+    """So that it neither asks all the time nor holds a connection whose server is gone."""
     await store.open()
     async with client.monitor() as monitor:
         listening = asyncio.create_task(store.listen(lambda: None))

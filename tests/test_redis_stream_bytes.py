@@ -47,8 +47,9 @@ async def is_announced(client: Foreign, store: RedisStreamStore) -> bool:
     return bool(await client.hexists(f"{store.outbox().stream}:counters", "large"))
 
 
+@pytest.mark.requirement("G11")
 async def test_large_messages_behind_many_small_ones_are_counted(client: Foreign, store: RedisStreamStore) -> None:
-    """G11: a claim that reads without counting must not reach them."""
+    """A claim that reads without counting must not reach them."""
     await store.outbox().add(client, messages(MANY, 10))
     await store.outbox().add(client, messages(MANY, LARGE))
 
@@ -58,8 +59,9 @@ async def test_large_messages_behind_many_small_ones_are_counted(client: Foreign
     assert max(sizes) <= MAX_BYTES
 
 
+@pytest.mark.requirement("G11")
 async def test_a_large_message_of_a_transaction_is_announced(client: Foreign, store: RedisStreamStore) -> None:
-    """G11: the commit applies the announcement with the message."""
+    """The commit applies the announcement with the message."""
     await store.open()
     async with transactions_of(store).begin() as transaction:
         await transaction.do(store.outbox().add, messages(5, LARGE))
@@ -68,8 +70,9 @@ async def test_a_large_message_of_a_transaction_is_announced(client: Foreign, st
     assert await drained(store) == [2 * LARGE, 2 * LARGE, LARGE]
 
 
+@pytest.mark.requirement("G11")
 async def test_large_messages_that_become_due_are_counted(client: Foreign, store: RedisStreamStore) -> None:
-    """G11: the claim that moves them into the stream announces them."""
+    """The claim that moves them into the stream announces them."""
     await store.open()
     await store.outbox().add(client, messages(MANY, 10))
     await store.outbox().add(client, messages(MANY, LARGE), delay=timedelta(microseconds=1))
@@ -77,8 +80,9 @@ async def test_large_messages_that_become_due_are_counted(client: Foreign, store
     assert max(await drained(store)) <= MAX_BYTES
 
 
+@pytest.mark.requirement("G11")
 async def test_large_messages_that_are_redriven_are_counted(client: Foreign, store: RedisStreamStore) -> None:
-    """G11: they become new entries."""
+    """They become new entries."""
     await store.outbox().add(client, messages(MANY, LARGE))
     while claims := await store.claim(LIMIT, TERMS):
         await store.settle([Settlement(claim, Dead("refused")) for claim in claims])
@@ -101,11 +105,12 @@ async def test_the_announcement_is_taken_back_when_nothing_is_unread(client: For
     assert not await is_announced(client, store)
 
 
+@pytest.mark.requirement("G11")
 @pytest.mark.parametrize("before", [0, MANY])
 async def test_large_entries_of_other_programs_are_counted_from_the_second_claim_on(
     client: Foreign, store: RedisStreamStore, before: int
 ) -> None:
-    """G11: a program that writes XADD by itself announces nothing; the first entry that is seen announces the rest."""
+    """A program that writes XADD by itself announces nothing; the first entry that is seen announces the rest."""
     await store.open()
     await store.outbox().add(client, messages(before, 10))
     fields = {"id": uuid4().hex, "topic": "orders", "type": "order.placed", "source": "till", "data": b"x" * LARGE}

@@ -106,9 +106,10 @@ def delivered(claims: Sequence[Claim]) -> list[Settlement]:
 # -- workers that do not come back -------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-52")
 @pytest.mark.parametrize("limit", [7, 100, 500])
 async def test_more_than_a_page_of_pending_entries_is_taken_over_completely(place: Place, limit: int) -> None:
-    """S0-52: each once, whatever stands before it in the list."""
+    """Each once, whatever stands before it in the list."""
     await place.add(*range(1200))
     lost = await claim_all(place.store(), terms())
     await place.age(timedelta(minutes=1))
@@ -123,8 +124,9 @@ async def test_more_than_a_page_of_pending_entries_is_taken_over_completely(plac
     assert len(await place.store().settle([Settlement(claim, Retry("late")) for claim in lost])) == 1200
 
 
+@pytest.mark.requirement("S0-52")
 async def test_what_is_held_does_not_hide_what_was_left_behind_it(place: Place) -> None:
-    """S0-52: more entries whose lease holds than one look takes in stand before the one that ran out."""
+    """More entries whose lease holds than one look takes in stand before the one that ran out."""
     await place.add(*range(2600))
     wanted = terms()
     store = place.store()
@@ -140,8 +142,9 @@ async def test_what_is_held_does_not_hide_what_was_left_behind_it(place: Place) 
     assert numbers(found) == [2599]
 
 
+@pytest.mark.requirement("S0-52")
 async def test_a_look_at_what_is_held_is_not_repeated_for_nothing(place: Place) -> None:
-    """S0-52: when nothing has run out, it is known until when nothing can; and a name that holds nothing is dropped."""
+    """When nothing has run out, it is known until when nothing can; and a name that holds nothing is dropped."""
     await place.add(*range(300))
     held = await claim_all(place.store(), terms())
     leases = place.key(":leases")
@@ -159,8 +162,9 @@ async def test_a_look_at_what_is_held_is_not_repeated_for_nothing(place: Place) 
     assert await place.client.zscore(leases, name) is None
 
 
+@pytest.mark.requirement("S0-48")
 async def test_a_lease_is_as_long_as_its_own_dispatcher_says(place: Place) -> None:
-    """S0-48: a short one runs out while a long one holds."""
+    """A short one runs out while a long one holds."""
     await place.add(1, 2)
     store = place.store()
     await store.claim(1, terms(lease=timedelta(seconds=10)))
@@ -170,8 +174,9 @@ async def test_a_lease_is_as_long_as_its_own_dispatcher_says(place: Place) -> No
     assert numbers(await place.store().claim(10, terms())) == [1]
 
 
+@pytest.mark.requirement("G2", "S0-52")
 async def test_a_lease_that_was_extended_by_another_time_runs_out_too(place: Place) -> None:
-    """G2, S0-52: and is noticed without a sweep."""
+    """And is noticed without a sweep."""
     await place.add(1)
     store = place.store()
     claims = await store.claim(1, terms())
@@ -184,8 +189,9 @@ async def test_a_lease_that_was_extended_by_another_time_runs_out_too(place: Pla
     assert numbers(await place.store().claim(1, terms())) == [1]
 
 
+@pytest.mark.requirement("G4", "S0-52")
 async def test_of_one_worker_only_what_ran_out_is_taken(place: Place) -> None:
-    """S0-52, G4: what it claimed later it holds longer."""
+    """What it claimed later it holds longer."""
     await place.add(1, 2)
     store, wanted = place.store(), terms()
     await store.claim(1, wanted)
@@ -200,8 +206,9 @@ async def test_of_one_worker_only_what_ran_out_is_taken(place: Place) -> None:
     assert (numbers(first), numbers(second)) == ([1], [2])
 
 
+@pytest.mark.requirement("G2", "G9")
 async def test_the_turn_of_a_suspect_does_not_hide_what_others_left_behind(place: Place) -> None:
-    """G2, G9: what could have been taken with it is taken next, and not a lease later."""
+    """What could have been taken with it is taken next, and not a lease later."""
     first, second, store = place.store(), place.store(), place.store()
     await place.add(1)
     for _ in range(3):
@@ -219,8 +226,9 @@ async def test_the_turn_of_a_suspect_does_not_hide_what_others_left_behind(place
     assert [claim.suspect for batch in claims for claim in batch] == [True, False, False]
 
 
+@pytest.mark.requirement("G4")
 async def test_what_was_given_back_cannot_be_leased_anew(place: Place) -> None:
-    """G4: its token is the same until somebody claims it, and yet it is nobody's."""
+    """Its token is the same until somebody claims it, and yet it is nobody's."""
     await place.add(1)
     store = place.store()
     claims = await store.claim(1, terms())
@@ -230,8 +238,9 @@ async def test_what_was_given_back_cannot_be_leased_anew(place: Place) -> None:
     assert numbers(await store.claim(1, terms())) == [1]
 
 
+@pytest.mark.requirement("G2")
 async def test_what_can_be_had_is_handed_out_although_new_entries_cannot_be_read(private_valkey: ValkeyServer) -> None:
-    """G2: what was claimed before the error would be held by nobody until its lease ends."""
+    """What was claimed before the error would be held by nobody until its lease ends."""
     place = Place(connected(private_valkey.dsn))
     await place.add(1, 2)
     await place.store().settle([Settlement(claim, Retry("no")) for claim in await place.store().claim(1, terms())])
@@ -247,8 +256,9 @@ async def test_what_can_be_had_is_handed_out_although_new_entries_cannot_be_read
     await place.client.aclose()
 
 
+@pytest.mark.requirement("G4")
 async def test_who_lost_a_claim_cannot_raise_the_dead(place: Place) -> None:
-    """G4: a late confirmation counts for the last who held the message, not for those before."""
+    """A late confirmation counts for the last who held the message, not for those before."""
     await place.add(1)
     store = place.store()
     old = await store.claim(1, terms())
@@ -262,8 +272,9 @@ async def test_who_lost_a_claim_cannot_raise_the_dead(place: Place) -> None:
     assert await place.dead() == []
 
 
+@pytest.mark.requirement("G2", "S0-52", "S0-54")
 async def test_a_worker_that_was_killed_loses_nothing(place: Place, valkey_server: ValkeyClient) -> None:
-    """S0-52, S0-54, G2: after its lease another takes over, with the attempt counted."""
+    """After its lease another takes over, with the attempt counted."""
     await place.add(*range(20))
     program = """
 import asyncio, sys
@@ -297,8 +308,9 @@ asyncio.run(main())
     assert await place.client.xlen(place.key()) == 0
 
 
+@pytest.mark.requirement("S0-56")
 async def test_a_consumer_that_keeps_its_name_takes_up_at_once_what_it_held(place: Place) -> None:
-    """S0-56: before it is lent to others and without waiting for the lease, and what came before is refused."""
+    """Before it is lent to others and without waiting for the lease, and what came before is refused."""
     await place.add(*range(30))
     before = await place.store(consumer="till-1").claim(20, terms())
     others = await place.store(consumer="till-10").claim(5, terms())
@@ -314,8 +326,9 @@ async def test_a_consumer_that_keeps_its_name_takes_up_at_once_what_it_held(plac
     assert await again.settle(delivered(others)) == []
 
 
+@pytest.mark.requirement("S0-56")
 async def test_a_store_does_not_take_from_itself(place: Place) -> None:
-    """S0-56: two first claims at the same time, and a store that was closed and opened again."""
+    """Two first claims at the same time, and a store that was closed and opened again."""
     await place.add(*range(10))
     store = place.store(consumer="till-1")
 
@@ -327,8 +340,9 @@ async def test_a_store_does_not_take_from_itself(place: Place) -> None:
     assert numbers(await store.claim(10, terms())) == [9]
 
 
+@pytest.mark.requirement("S0-52")
 async def test_what_somebody_read_by_hand_is_taken_over_after_a_minute(place: Place) -> None:
-    """S0-52: whatever its name says; a sweep comes upon it."""
+    """Whatever its name says; a sweep comes upon it."""
     await place.add(1)
     store = place.store()
     await store.open()
@@ -341,11 +355,12 @@ async def test_what_somebody_read_by_hand_is_taken_over_after_a_minute(place: Pl
     assert numbers(await store.claim(10, terms())) == [1]
 
 
+@pytest.mark.requirement("S0-48", "S0-52")
 @pytest.mark.parametrize("min_idle", [timedelta(seconds=30), timedelta(hours=1)])
 async def test_what_somebody_read_by_hand_is_taken_over_after_the_idle_time_of_the_store(
     place: Place, min_idle: timedelta
 ) -> None:
-    """S0-48, S0-52: shorter or longer than a minute, and by claims and sweeps alike."""
+    """Shorter or longer than a minute, and by claims and sweeps alike."""
     await place.add(1)
     store = place.store(min_idle=min_idle)
     await store.open()
@@ -359,8 +374,9 @@ async def test_what_somebody_read_by_hand_is_taken_over_after_the_idle_time_of_t
     assert numbers(await store.claim(10, terms())) == [1]
 
 
+@pytest.mark.requirement("G4", "S0-48")
 async def test_an_idle_time_lengthens_a_lease_and_never_shortens_it(place: Place) -> None:
-    """S0-48: G4: a message that is leased stays with its worker, whatever another store says."""
+    """A message that is leased stays with its worker, whatever another store says."""
     await place.add(1)
     hasty, patient = place.store(min_idle=timedelta(seconds=1)), place.store(min_idle=timedelta(minutes=5))
     await place.store().claim(10, terms())
@@ -374,8 +390,9 @@ async def test_an_idle_time_lengthens_a_lease_and_never_shortens_it(place: Place
     assert numbers(await patient.claim(10, terms())) == [1]
 
 
+@pytest.mark.requirement("S0-48", "S0-52")
 async def test_left_entries_are_looked_for_once_in_an_interval(place: Place) -> None:
-    """S0-48, S0-52: new entries come all the same; the first claim looks at once."""
+    """New entries come all the same; the first claim looks at once."""
     await place.add(1)
     await place.store().claim(10, terms())
     await place.age(timedelta(minutes=1))
@@ -389,8 +406,9 @@ async def test_left_entries_are_looked_for_once_in_an_interval(place: Place) -> 
     assert numbers(await always.claim(10, terms())) == [1]
 
 
+@pytest.mark.requirement("S0-53", "S0-57")
 async def test_what_waits_for_its_next_try_is_not_taken_for_left_behind(place: Place) -> None:
-    """S0-53, S0-57: a sweep that comes upon it does not cut its backoff short."""
+    """A sweep that comes upon it does not cut its backoff short."""
     await place.add(1)
     store = place.store()
     await store.settle([Settlement(claim, Retry("no", timedelta(hours=1))) for claim in await store.claim(1, terms())])
@@ -400,8 +418,9 @@ async def test_what_waits_for_its_next_try_is_not_taken_for_left_behind(place: P
     assert await store.claim(10, terms()) == []
 
 
+@pytest.mark.requirement("G11")
 async def test_a_dead_message_leaves_nothing_but_its_letter(place: Place) -> None:
-    """G11: what was known of its tries is gone with it."""
+    """What was known of its tries is gone with it."""
     await place.add(1)
     store = place.store()
     for outcome in (Retry("no"), Release(), Dead("no")):
@@ -412,10 +431,11 @@ async def test_a_dead_message_leaves_nothing_but_its_letter(place: Place) -> Non
     assert (await place.client.xpending(place.key(), GROUP))["pending"] == 0
 
 
+@pytest.mark.requirement("S0-48")
 async def test_names_are_forgotten_only_with_nothing_in_their_hands(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S0-48: or what they hold would be gone from the group with them."""
+    """Or what they hold would be gone from the group with them."""
     monkeypatch.setattr(stream_module, "FORGET_NAMES", timedelta(0))
     await place.add(1, 2, 3)
     store, idle = place.store(consumer="busy"), place.store(consumer="idle")
@@ -430,8 +450,9 @@ async def test_names_are_forgotten_only_with_nothing_in_their_hands(
     assert (await place.client.xpending(place.key(), GROUP))["pending"] == 2
 
 
+@pytest.mark.requirement("S0-48")
 async def test_an_idle_consumer_is_known_for_a_while(place: Place) -> None:
-    """S0-48: a worker that only rests must not have to be made known to the group again and again."""
+    """A worker that only rests must not have to be made known to the group again and again."""
     await place.add(1)
     store = place.store(consumer="idle")
     await store.settle(delivered(await store.claim(1, terms())))
@@ -445,11 +466,12 @@ async def test_an_idle_consumer_is_known_for_a_while(place: Place) -> None:
 # -- groups and entries that others remove -----------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G2", "G4", "S0-50")
 @pytest.mark.parametrize("max_bytes", [None, 1_000_000])
 async def test_a_group_that_was_destroyed_is_made_again_and_everything_comes_again(
     place: Place, max_bytes: int | None
 ) -> None:
-    """S0-50, G2, G4: duplicates and no loss; who held something from the group before is refused."""
+    """Duplicates and no loss; who held something from the group before is refused."""
     await place.add(1, 2, 3)
     store = place.store()
     one, two = await store.claim(2, terms())
@@ -471,8 +493,9 @@ async def test_a_group_that_was_destroyed_is_made_again_and_everything_comes_aga
     assert await place.client.xlen(place.key()) == 0
 
 
+@pytest.mark.requirement("S0-50")
 async def test_a_dispatcher_survives_that_everything_is_flushed(private_valkey: ValkeyServer) -> None:
-    """S0-50: it makes the group anew instead of failing for ever, and delivers what comes after."""
+    """It makes the group anew instead of failing for ever, and delivers what comes after."""
     client = connected(private_valkey.dsn)
     place, broker = Place(client), MemoryBroker()
     dispatcher = Dispatcher(place.store(), broker, poll_interval=20 * MS)
@@ -491,9 +514,10 @@ async def test_a_dispatcher_survives_that_everything_is_flushed(private_valkey: 
     assert [message.payload for message in broker.received] == [b"1", b"2"]
 
 
+@pytest.mark.requirement("G2")
 @pytest.mark.parametrize("call", ["listen", "claim"])
 async def test_a_call_that_is_cancelled_ends_wherever_that_strikes(place: Place, call: str) -> None:
-    """G2: also while the library sends, which keeps a cancellation to itself: a dispatcher could not stop."""
+    """Also while the library sends, which keeps a cancellation to itself: a dispatcher could not stop."""
     store = place.store()
     await store.open()
 
@@ -512,9 +536,10 @@ async def test_a_call_that_is_cancelled_ends_wherever_that_strikes(place: Place,
         assert working.cancelled()
 
 
+@pytest.mark.requirement("G2", "G11")
 @pytest.mark.parametrize("fault", ["waiting", "answered", "cut"])
 async def test_claims_and_settlements_may_be_cut_off_anywhere(valkey_server: ValkeyClient, fault: Foreign) -> None:
-    """G2, G11: cancelled, or without their connections; what was not settled comes again, and no connection is kept."""
+    """Cancelled, or without their connections; what was not settled comes again, and no connection is kept."""
     async with FaultProxy("127.0.0.1", urlsplit(valkey_server.dsn).port or 6379) as proxy:
         client, shaky = connected(valkey_server.dsn), connected(f"redis://127.0.0.1:{proxy.port}/0?max_connections=2")
         place = Place(client)
@@ -548,8 +573,9 @@ async def test_claims_and_settlements_may_be_cut_off_anywhere(valkey_server: Val
         await shaky.aclose()
 
 
+@pytest.mark.requirement("G2", "G11")
 async def test_a_server_without_memory_is_emptied_by_delivering(private_valkey: ValkeyServer) -> None:
-    """G11, G2: what is there can be claimed and settled in every way, although nothing can be added."""
+    """What is there can be claimed and settled in every way, although nothing can be added."""
     place = Place(connected(private_valkey.dsn))
     await place.add(*range(6))
     await place.client.config_set("maxmemory", "1")
@@ -569,8 +595,9 @@ async def test_a_server_without_memory_is_emptied_by_delivering(private_valkey: 
     await place.client.aclose()
 
 
+@pytest.mark.requirement("G2", "S0-54")
 async def test_a_server_that_is_killed_and_started_again_forgets_nothing(private_valkey: ValkeyServer) -> None:
-    """S0-54, G2: what was held is held again, and a token is as good as before."""
+    """What was held is held again, and a token is as good as before."""
     place = Place(connected(private_valkey.dsn))
     await place.client.config_set("appendfsync", "always")
     await place.add(*range(6))
@@ -589,9 +616,10 @@ async def test_a_server_that_is_killed_and_started_again_forgets_nothing(private
     await place.client.aclose()
 
 
+@pytest.mark.requirement("S0-52")
 @pytest.mark.parametrize("state", ["expired", "waiting"])
 async def test_an_entry_that_was_deleted_while_it_was_held_is_told_as_dead(place: Place, state: str) -> None:
-    """S0-52: its message is lost; that much is visible, and those beside it go on."""
+    """Its message is lost; that much is visible, and those beside it go on."""
     await place.add(1, 2, 3)
     store = place.store()
     claims = await store.claim(10, terms())
@@ -610,9 +638,10 @@ async def test_an_entry_that_was_deleted_while_it_was_held_is_told_as_dead(place
     assert await store.redrive() == 0
 
 
+@pytest.mark.requirement("S0-52")
 @pytest.mark.parametrize("outcome", [Retry("no"), Release(), Dead("no")])
 async def test_a_deleted_entry_that_is_settled_is_told_as_dead(place: Place, outcome: Retry | Release | Dead) -> None:
-    """S0-52: also by the one who holds it."""
+    """Also by the one who holds it."""
     await place.add(1, 2)
     store = place.store()
     claims = await store.claim(10, terms())
@@ -625,8 +654,9 @@ async def test_a_deleted_entry_that_is_settled_is_told_as_dead(place: Place, out
     assert await store.claim(10, terms()) == []
 
 
+@pytest.mark.requirement("S0-52")
 async def test_a_deleted_entry_that_is_extended_is_told_as_dead_and_may_still_be_delivered(place: Place) -> None:
-    """S0-52: its worker has the message, and does with it what it can."""
+    """Its worker has the message, and does with it what it can."""
     await place.add(1)
     store = place.store()
     claims = await store.claim(10, terms())
@@ -639,8 +669,9 @@ async def test_a_deleted_entry_that_is_extended_is_told_as_dead_and_may_still_be
     assert await place.dead() == []
 
 
+@pytest.mark.requirement("S0-53")
 async def test_a_delivered_entry_that_was_trimmed_is_simply_done(place: Place) -> None:
-    """S0-53: its message went out."""
+    """Its message went out."""
     await place.add(1)
     store = place.store()
     claims = await store.claim(10, terms())
@@ -650,8 +681,9 @@ async def test_a_delivered_entry_that_was_trimmed_is_simply_done(place: Place) -
     assert await place.dead() == []
 
 
+@pytest.mark.requirement("G13", "S2-12")
 async def test_messages_of_others_are_put_aside_once(place: Place) -> None:
-    """G13, S2-12: what is not for these terms costs no attempt, and is not read again and again."""
+    """What is not for these terms costs no attempt, and is not read again and again."""
     mine, its = uuid4(), uuid4()
     messages = [
         Message(
@@ -673,8 +705,9 @@ async def test_messages_of_others_are_put_aside_once(place: Place) -> None:
     assert {(claim.message.attempt, claim.message.token) for claim in rest} == {(1, 2)}
 
 
+@pytest.mark.requirement("G5")
 async def test_one_message_that_was_added_twice_comes_twice(place: Place) -> None:
-    """G5: under one id, by which its receiver tells; a stream does not."""
+    """Under one id, by which its receiver tells; a stream does not."""
     message = Message(topic="orders", type="order.placed", payload=b"1")
     store = place.store()
     await store.outbox().add(place.client, [message, message])
@@ -703,9 +736,10 @@ WRONG: dict[str, dict[str, str | bytes]] = {
 }
 
 
+@pytest.mark.requirement("S0-55")
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_an_entry_that_is_wrong_in_any_way_holds_up_nobody(place: Place, wrong: str) -> None:
-    """S0-55: a claim that raised would take the messages beside it down with it, again and again."""
+    """A claim that raised would take the messages beside it down with it, again and again."""
     await place.add(1)
     await place.client.xadd(place.key(), {"id": uuid4().hex, "topic": "t", "type": "t", "data": "x", **WRONG[wrong]})
     await place.add(2)
@@ -715,8 +749,9 @@ async def test_an_entry_that_is_wrong_in_any_way_holds_up_nobody(place: Place, w
     assert [claim.broken is not None for claim in claims] == [False, True, False]
 
 
+@pytest.mark.requirement("G9")
 async def test_an_entry_with_thousands_of_fields_can_be_buried_and_tried_again(place: Place) -> None:
-    """G9: a script can hand on only so much; the rest is told to be missing, and nobody is held up by it."""
+    """A script can hand on only so much; the rest is told to be missing, and nobody is held up by it."""
     fields = {"id": uuid4().hex, "topic": "t", "type": "t", "data": "1", **{f"f{n}": "v" for n in range(5000)}}
     await place.client.xadd(place.key(), fields)
     store = place.store()
@@ -731,8 +766,9 @@ async def test_an_entry_with_thousands_of_fields_can_be_buried_and_tried_again(p
     assert numbers(await store.claim(10, terms())) == [1]
 
 
+@pytest.mark.requirement("S0-52")
 async def test_ids_that_are_far_ahead_hold_up_nothing(place: Place) -> None:
-    """S0-52: the ids of a stream never go back, whoever set the first; what is given back is due all the same."""
+    """The ids of a stream never go back, whoever set the first; what is given back is due all the same."""
     await place.client.xadd(place.key(), {"some": "thing"}, id=f"{2**63}-0")
     await place.add(1)
     store = place.store()
@@ -745,8 +781,9 @@ async def test_ids_that_are_far_ahead_hold_up_nothing(place: Place) -> None:
     assert (numbers([again]), again.message.attempt) == ([1], 1)
 
 
+@pytest.mark.requirement("S0-52")
 async def test_a_clock_that_was_ahead_delays_nothing_that_is_given_back(place: Place) -> None:
-    """S0-52, reliability 1.3: an entry came while the clock was ahead by an hour."""
+    """An entry came while the clock was ahead by an hour."""
     seconds: int = (await place.client.time())[0]
     fields = {"id": uuid4().hex, "topic": "t", "type": "t", "data": "1"}
     await place.client.xadd(place.key(), fields, id=f"{(seconds + 3600) * 1000}-0")
@@ -759,8 +796,9 @@ async def test_a_clock_that_was_ahead_delays_nothing_that_is_given_back(place: P
         assert numbers(claims) == [1]
 
 
+@pytest.mark.requirement("G11")
 async def test_all_that_was_asked_for_is_purged_and_redriven(place: Place) -> None:
-    """G11: the cleanup goes on only as long as it gets what it asks for; what it leaves would add up."""
+    """The cleanup goes on only as long as it gets what it asks for; what it leaves would add up."""
     store = place.store(keep_delivered=timedelta(days=1))
     await place.add(*range(1200))
     claims = await claim_all(store, terms())
@@ -777,8 +815,9 @@ async def test_all_that_was_asked_for_is_purged_and_redriven(place: Place) -> No
     assert await place.client.xlen(place.key(":dead")) == 0
 
 
+@pytest.mark.requirement("S0-57")
 async def test_what_is_tried_again_has_all_of_its_fields(place: Place) -> None:
-    """S0-57: also those whose names resemble ours."""
+    """Also those whose names resemble ours."""
     await place.client.xadd(
         place.key(), {"postroom:mine": "1", "id": uuid4().hex, "topic": "t", "type": "t", "data": "1"}
     )

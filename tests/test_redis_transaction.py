@@ -128,9 +128,10 @@ def message(**parts: Any) -> Message:  # noqa: ANN401
 # -- recording -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-01", "S0-07", "S0-12", "S0-26", "S0-59")
 @pytest.mark.parametrize("mode", MODES)
 async def test_commands_are_queued_until_the_end_and_applied_together_then(shop: Shop, mode: Any) -> None:  # noqa: ANN401
-    """S0-01, S0-07, S0-12, S0-26, S0-59: nothing is sent while the block runs, and everything when it ends."""
+    """Nothing is sent while the block runs, and everything when it ends."""
     transactions = shop.also(shop.client, mode=mode)
 
     async with transactions.begin() as transaction:
@@ -143,9 +144,10 @@ async def test_commands_are_queued_until_the_end_and_applied_together_then(shop:
     assert await shop.client.get(shop.key("orders")) == b"2"
 
 
+@pytest.mark.requirement("S0-21", "S0-27")
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_block_that_fails_applies_nothing(shop: Shop, mode: Any) -> None:  # noqa: ANN401
-    """S0-21, S0-27: what was recorded is forgotten, and the error is the handler's own."""
+    """What was recorded is forgotten, and the error is the handler's own."""
     transactions = shop.also(shop.client, mode=mode)
 
     with pytest.raises(ZeroDivisionError):
@@ -167,8 +169,9 @@ class Stock:
         await current_pipeline(self._client).hincrby(self._key, product, -count)
 
 
+@pytest.mark.requirement("S0-05", "S0-06", "S0-14", "S0-23", "S0-24", "S0-28", "S0-29", "S0-58")
 async def test_an_adapter_writes_at_once_outside_a_transaction_and_with_the_commit_inside(shop: Shop) -> None:
-    """S0-05, S0-06, S0-14, S0-23, S0-24, S0-28, S0-29, S0-58: the handler knows a port, the adapter a pipeline."""
+    """The handler knows a port, the adapter a pipeline."""
     stock = Stock(shop.client, shop.key("stock"))
     seen: list[bytes | None] = []
 
@@ -185,16 +188,18 @@ async def test_an_adapter_writes_at_once_outside_a_transaction_and_with_the_comm
     assert await shop.client.hget(shop.key("stock"), "apples") == b"-3"
 
 
+@pytest.mark.requirement("S0-58")
 async def test_outside_a_transaction_an_adapter_hears_of_errors_at_once(shop: Shop) -> None:
-    """S0-58: the client itself answers there."""
+    """The client itself answers there."""
     await shop.client.set(shop.key("stock"), "text")
 
     with pytest.raises(redis.exceptions.ResponseError, match="WRONGTYPE"):
         await Stock(shop.client, shop.key("stock")).take("apples", 1)
 
 
+@pytest.mark.requirement("S0-25")
 def test_the_recorder_has_the_commands_of_a_client() -> None:
-    """S0-25: what an adapter calls is there under the same name with the same parameters, with a client and without."""
+    """What an adapter calls is there under the same name with the same parameters, with a client and without."""
     names = "set delete hset hdel hincrby sadd srem zadd zrem rpush lpush incrby decrby expire pexpire xadd eval"
     from postroom.stores.redis.recorder import Recorder  # noqa: PLC0415
 
@@ -204,8 +209,9 @@ def test_the_recorder_has_the_commands_of_a_client() -> None:
         assert inspect.signature(ours) == inspect.signature(theirs)
 
 
+@pytest.mark.requirement("S0-31")
 async def test_a_transaction_is_found_for_a_client_and_is_the_same_for_the_same(shop: Shop) -> None:
-    """S0-31: a client is all that the middleware needs; nested handlers find the transaction of their client."""
+    """A client is all that the middleware needs; nested handlers find the transaction of their client."""
     found = transactions_of(shop.client)
 
     assert isinstance(found, RedisTransactions)
@@ -214,8 +220,9 @@ async def test_a_transaction_is_found_for_a_client_and_is_the_same_for_the_same(
     assert transactions_of(connect(shop.url)) is not found
 
 
+@pytest.mark.requirement("S0-30")
 async def test_a_client_that_repeats_commands_is_refused(shop: Shop) -> None:
-    """S0-30: what is sent twice by the library may be applied twice."""
+    """What is sent twice by the library may be applied twice."""
     with pytest.raises(ConfigurationError, match="repeats"):
         RedisTransactions(redis.asyncio.Redis.from_url(shop.url, retry=Retries(NoBackoff(), 3)))
 
@@ -225,9 +232,10 @@ async def test_a_mode_that_there_is_not_is_refused(shop: Shop) -> None:
         shop.also(shop.client, mode="fast")
 
 
+@pytest.mark.requirement("S0-07")
 @pytest.mark.parametrize("command", ["get", "hget", "exists", "smembers", "zscore", "lrange", "ttl"])
 async def test_reading_inside_a_transaction_says_why_not_and_how(shop: Shop, command: str) -> None:
-    """S0-07: an answer would come only after the end, so it is an error that names what to do instead."""
+    """An answer would come only after the end, so it is an error that names what to do instead."""
     arguments = {"hget": ("field",), "zscore": ("member",), "lrange": (0, -1)}.get(command, ())
 
     async with shop.transactions.begin() as transaction:
@@ -237,6 +245,7 @@ async def test_reading_inside_a_transaction_says_why_not_and_how(shop: Shop, com
     assert caught.value.command in READS
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize(
     "words",
     [
@@ -280,7 +289,7 @@ async def test_reading_inside_a_transaction_says_why_not_and_how(shop: Shop, com
     ids=lambda words: " ".join(map(str, words))[:30],
 )
 async def test_what_could_fail_half_way_is_refused_before_it_is_sent(shop: Shop, words: tuple[Any, ...]) -> None:
-    """S0-30: syntax, arity, unknown commands; a handler that catches the error is not applied without its command."""
+    """Syntax, arity, unknown commands; a handler that catches the error is not applied without its command."""
     with pytest.raises(CommandRefusedError):
         async with shop.transactions.begin() as transaction:
             await transaction.connection.set(shop.key("other"), "1")
@@ -290,6 +299,7 @@ async def test_what_could_fail_half_way_is_refused_before_it_is_sent(shop: Shop,
     assert await shop.keys() == set()
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -299,7 +309,7 @@ async def test_what_could_fail_half_way_is_refused_before_it_is_sent(shop: Shop,
     ],
 )
 async def test_a_number_is_recorded_if_and_only_if_the_server_takes_it(shop: Shop, command: str, words: str) -> None:
-    """S0-30: what passes here and is refused there would be found out after others were applied."""
+    """What passes here and is refused there would be found out after others were applied."""
     taken: dict[str, list[str]] = {"here": [], "there": []}
 
     for word in words.split():
@@ -317,8 +327,9 @@ async def test_a_number_is_recorded_if_and_only_if_the_server_takes_it(shop: Sho
     assert taken["here"] == taken["there"]
 
 
+@pytest.mark.requirement("S0-25")
 async def test_every_command_of_the_list_is_applied_as_the_client_would(shop: Shop) -> None:
-    """S0-25: the same calls on a client and in a transaction leave the same data."""
+    """The same calls on a client and in a transaction leave the same data."""
 
     async def write(pipeline: Any, start: str) -> None:  # noqa: ANN401
         key = f"{shop.key(start)}:"
@@ -371,8 +382,9 @@ async def test_every_command_of_the_list_is_applied_as_the_client_would(shop: Sh
         assert (ends[0] < 0) == (ends[1] < 0)
 
 
+@pytest.mark.requirement("S0-12")
 async def test_nothing_can_be_recorded_after_the_end(shop: Shop) -> None:
-    """S0-12: a task that outlives its handler must not write alone."""
+    """A task that outlives its handler must not write alone."""
     async with shop.transactions.begin() as transaction:
         recorder = transaction.connection
 
@@ -391,6 +403,7 @@ async def test_what_fails_in_a_savepoint_is_forgotten_alone(shop: Shop) -> None:
     assert await shop.keys() == {shop.key("kept")}
 
 
+@pytest.mark.requirement("G2", "S0-22")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("marking", ["pessimistic", "setnx_may_lose_messages"])
 async def test_a_message_that_fails_in_a_savepoint_is_not_marked_by_the_rest(
@@ -398,7 +411,7 @@ async def test_a_message_that_fails_in_a_savepoint_is_not_marked_by_the_rest(
     mode: Any,  # noqa: ANN401
     marking: Any,  # noqa: ANN401
 ) -> None:
-    """S0-22, G2: its effect is forgotten, so whoever gets it next must not take it for handled."""
+    """Its effect is forgotten, so whoever gets it next must not take it for handled."""
     transactions, inbox, handled = shop.also(shop.client, mode=mode), RedisInbox("stock", mode=marking), message()
 
     async with transactions.begin() as transaction:
@@ -416,8 +429,9 @@ async def test_a_message_that_fails_in_a_savepoint_is_not_marked_by_the_rest(
     assert before == {shop.key("kept")}
 
 
+@pytest.mark.requirement("S0-22")
 async def test_a_message_stays_marked_when_something_else_fails_in_a_savepoint(shop: Shop) -> None:
-    """S0-22: only what was claimed inside is given up with it."""
+    """Only what was claimed inside is given up with it."""
     inbox, handled = RedisInbox("stock"), message()
 
     async with shop.transactions.begin() as transaction:
@@ -431,8 +445,9 @@ async def test_a_message_stays_marked_when_something_else_fails_in_a_savepoint(s
     assert not is_new
 
 
+@pytest.mark.requirement("S0-01")
 async def test_a_transaction_holds_a_thousand_commands_and_no_more(shop: Shop) -> None:
-    """S0-01: a script holds everybody up, so it is short."""
+    """A script holds everybody up, so it is short."""
     async with shop.transactions.begin() as transaction:
         for number in range(1000):
             transaction.connection.rpush(shop.key("list"), number)
@@ -468,8 +483,9 @@ async def test_after_the_commit_and_only_then_is_told_who_wants_to_know(shop: Sh
 # -- the guarded commit ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-08", "S0-30")
 async def test_a_key_of_the_wrong_type_keeps_everything_from_being_applied(shop: Shop) -> None:
-    """S0-08, S0-30, reliability 3.3: the effect and the event are both missing, instead of one of them."""
+    """The effect and the event are both missing, instead of one of them."""
     await shop.client.set(shop.key("stock"), "a text")
 
     with pytest.raises(CommitRefusedError, match=r"stock' is a string, and HINCRBY needs a hash"):
@@ -481,8 +497,9 @@ async def test_a_key_of_the_wrong_type_keeps_everything_from_being_applied(shop:
     assert await shop.keys() == {shop.key("stock")}
 
 
+@pytest.mark.requirement("S0-30")
 async def test_what_is_checked_writes_nothing(shop: Shop) -> None:
-    """S0-30: two outboxes, of which the second cannot be written to; the first is left as it was."""
+    """Two outboxes, of which the second cannot be written to; the first is left as it was."""
     broken = f"{shop.tag}-broken"
     await shop.client.set(f"postroom_outbox:{{{broken}}}:due", "a text")
 
@@ -494,8 +511,9 @@ async def test_what_is_checked_writes_nothing(shop: Shop) -> None:
     assert await shop.keys() == set()
 
 
+@pytest.mark.requirement("S0-30")
 async def test_a_value_that_is_no_number_keeps_everything_from_being_applied(shop: Shop) -> None:
-    """S0-30: INCRBY and HINCRBY of a text, also one that the same transaction writes first."""
+    """INCRBY and HINCRBY of a text, also one that the same transaction writes first."""
     await shop.client.hset(shop.key("stock"), "apples", "many")
     await shop.client.set(shop.key("orders"), "007")
 
@@ -528,10 +546,11 @@ GONE = {
 }
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("removal", GONE)
 @pytest.mark.parametrize("condition", ["NX", "XX"])
 async def test_whether_a_key_will_be_there_is_not_guessed(shop: Shop, removal: str, condition: str) -> None:
-    """S0-30: what is empty is gone; a SET that depends on it could make what follows fail after it was applied."""
+    """What is empty is gone; a SET that depends on it could make what follows fail after it was applied."""
 
     def words(line: str) -> list[str]:
         return [shop.key("k") if word == "k" else word for word in line.split()]
@@ -554,9 +573,10 @@ async def test_whether_a_key_will_be_there_is_not_guessed(shop: Shop, removal: s
     assert await shop.client.get(shop.key("k")) == b"y"
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("command", ["EXPIRE 0", "EXPIRE -5", "PEXPIRE -1", "EXPIREAT 1", "PEXPIREAT 1000"])
 async def test_a_key_whose_time_is_over_is_foreseen_to_be_gone(shop: Shop, command: str) -> None:
-    """S0-30: another type may be written there then, and what it held counts no more."""
+    """Another type may be written there then, and what it held counts no more."""
     name, time = command.split()
     key, other = shop.key("k"), shop.key("other")
     await shop.client.hset(key, "f", "5")
@@ -591,8 +611,9 @@ async def test_the_smallest_number_can_be_added_to(shop: Shop) -> None:
     assert await shop.client.get(shop.key("count")) == str(1 - 2**63).encode()
 
 
+@pytest.mark.requirement("S0-30")
 async def test_what_a_transaction_does_itself_is_foreseen(shop: Shop) -> None:
-    """S0-30: a type that changes on the way is neither refused in vain, nor found out too late."""
+    """A type that changes on the way is neither refused in vain, nor found out too late."""
     await shop.client.hset(shop.key("a"), "f", "1")
 
     async with shop.transactions.begin() as transaction:
@@ -625,8 +646,9 @@ async def test_what_a_transaction_does_itself_is_foreseen(shop: Shop) -> None:
     assert not await shop.client.exists(shop.key("e"))
 
 
+@pytest.mark.requirement("S0-30")
 async def test_what_could_not_be_foreseen_is_told_and_publishes_nothing(shop: Shop) -> None:
-    """S0-30, reliability 3.3: an overflow after another command; no event goes out, and somebody is alerted."""
+    """An overflow after another command; no event goes out, and somebody is alerted."""
     await shop.client.set(shop.key("count"), 2**63 - 1)
 
     with pytest.raises(PartlyAppliedError, match=r"1 of 3 applied: .*overflow") as caught:
@@ -642,8 +664,9 @@ async def test_what_could_not_be_foreseen_is_told_and_publishes_nothing(shop: Sh
     assert await shop.client.ttl(caught.value.mark) == -1
 
 
+@pytest.mark.requirement("S0-30")
 async def test_the_first_command_may_fail_and_nothing_is_applied(shop: Shop) -> None:
-    """S0-30: there is nothing before it that would have to be undone."""
+    """There is nothing before it that would have to be undone."""
     await shop.client.set(shop.key("count"), 2**63 - 1)
 
     with pytest.raises(CommitRefusedError, match="overflow"):
@@ -655,8 +678,9 @@ async def test_the_first_command_may_fail_and_nothing_is_applied(shop: Shop) -> 
     assert shop.heard == []
 
 
+@pytest.mark.requirement("S0-30")
 async def test_an_outbox_whose_keys_are_something_else_keeps_everything_from_being_applied(shop: Shop) -> None:
-    """S0-30: the keys of the outbox are looked at before the first write as well."""
+    """The keys of the outbox are looked at before the first write as well."""
     await shop.client.set(f"postroom_outbox:{{{shop.tag}}}:due", "a text")
 
     with pytest.raises(CommitRefusedError, match="WRONGTYPE"):
@@ -667,10 +691,11 @@ async def test_an_outbox_whose_keys_are_something_else_keeps_everything_from_bei
     assert await shop.keys() == {f"postroom_outbox:{{{shop.tag}}}:due"}
 
 
+@pytest.mark.requirement("S0-30")
 async def test_an_outbox_that_refuses_a_topic_keeps_everything_from_being_applied_if_nothing_was_before(
     shop: Shop,
 ) -> None:
-    """S0-30: 65,536 topics are the limit of a namespace, which is known before anything is added."""
+    """65,536 topics are the limit of a namespace, which is known before anything is added."""
     topics = f"postroom_outbox:{{{shop.tag}}}:topics"
     for start in range(0, 65_536, 8_192):
         await shop.client.hset(topics, mapping={f"topic-{n}": n for n in range(start, start + 8_192)})
@@ -686,8 +711,9 @@ async def test_an_outbox_that_refuses_a_topic_keeps_everything_from_being_applie
     assert await shop.keys() == {topics, shop.key("orders")}
 
 
+@pytest.mark.requirement("S0-30")
 async def test_an_outbox_that_breaks_off_is_told_as_partly_applied(shop: Shop) -> None:
-    """S0-30, reliability 3.6: what is stored there is none of ours, and that is found out half way."""
+    """What is stored there is none of ours, and that is found out half way."""
     await shop.client.hset(f"postroom_outbox:{{{shop.tag}}}:topics", "orders", "no number")
 
     with pytest.raises(PartlyAppliedError, match="1 of 1 applied"):
@@ -695,8 +721,9 @@ async def test_an_outbox_that_breaks_off_is_told_as_partly_applied(shop: Shop) -
             await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
 
 
+@pytest.mark.requirement("S0-30")
 async def test_without_memory_nothing_is_applied(private_valkey: ValkeyServer) -> None:
-    """S0-30, reliability 3.3: the first write is refused, in both modes, and it is the server's fault."""
+    """The first write is refused, in both modes, and it is the server's fault."""
     async with shop_on(private_valkey.dsn) as shop:
         multi = shop.also(shop.client, mode="multi")
         await shop.client.config_set("maxmemory", "1")
@@ -712,8 +739,9 @@ async def test_without_memory_nothing_is_applied(private_valkey: ValkeyServer) -
             await transaction.connection.sadd(shop.key("orders"), "42")
 
 
+@pytest.mark.requirement("S0-30")
 async def test_a_server_that_has_forgotten_its_scripts_is_told_them_again(shop: Shop) -> None:
-    """S0-30, reliability 3.3: NOSCRIPT after a restart or a failover."""
+    """NOSCRIPT after a restart or a failover."""
     for _ in range(2):
         await shop.client.script_flush()
         async with shop.transactions.begin() as transaction:
@@ -722,8 +750,9 @@ async def test_a_server_that_has_forgotten_its_scripts_is_told_them_again(shop: 
     assert await shop.client.get(shop.key("count")) == b"2"
 
 
+@pytest.mark.requirement("S0-30")
 async def test_a_user_who_may_not_call_a_command_applies_nothing(private_valkey: ValkeyServer) -> None:
-    """S0-30, reliability 3.3: permissions are looked at before the first write; without EVAL, that is said."""
+    """Permissions are looked at before the first write; without EVAL, that is said."""
     async with shop_on(private_valkey.dsn) as shop:
         await shop.client.execute_command("ACL", "SETUSER", "clerk", "on", ">pw", "~*", "&*", "+@all", "-hset")
         await shop.client.execute_command("ACL", "SETUSER", "guest", "on", ">pw", "~*", "&*", "+@all", "-@scripting")
@@ -748,9 +777,10 @@ async def test_a_user_who_may_not_call_a_command_applies_nothing(private_valkey:
 # -- lost replies ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_commit_whose_reply_is_lost_is_applied_once(shop: Shop, mode: Any) -> None:  # noqa: ANN401
-    """S0-30, reliability 3.3: it is asked again, or looked at, instead of done again."""
+    """It is asked again, or looked at, instead of done again."""
     async with through_proxy(shop) as (proxy, client):
         transactions = shop.also(client, mode=mode)
         async with transactions.begin() as transaction:
@@ -764,8 +794,9 @@ async def test_a_commit_whose_reply_is_lost_is_applied_once(shop: Shop, mode: An
     assert await shop.client.get(shop.key("count")) == b"1"
 
 
+@pytest.mark.requirement("S0-30")
 async def test_a_commit_that_was_lost_on_its_way_is_sent_again(shop: Shop) -> None:
-    """S0-30: a connection that is reset costs neither the handler nor the message anything."""
+    """A connection that is reset costs neither the handler nor the message anything."""
     async with through_proxy(shop) as (proxy, client):
         transactions = shop.also(client)
         async with transactions.begin() as transaction:
@@ -786,9 +817,10 @@ async def test_a_commit_that_was_lost_on_its_way_is_sent_again(shop: Shop) -> No
     assert await shop.client.get(shop.key("count")) == b"1"
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_commit_that_never_arrived_is_known_not_to_be_applied(shop: Shop, mode: Any) -> None:  # noqa: ANN401
-    """S0-30: requests are lost until the server is asked what became of it, and that answer ends the matter."""
+    """Requests are lost until the server is asked what became of it, and that answer ends the matter."""
     async with through_proxy(shop) as (proxy, client):
         transactions = shop.also(client, mode=mode, timeout=timedelta(seconds=1))
         async with transactions.begin() as transaction:
@@ -808,8 +840,9 @@ async def test_a_commit_that_never_arrived_is_known_not_to_be_applied(shop: Shop
         assert await shop.client.get(shop.key("count")) in {None, b"1"}
 
 
+@pytest.mark.requirement("S0-30")
 async def test_a_server_that_is_gone_leaves_it_unknown_until_it_is_back(private_valkey: ValkeyServer) -> None:
-    """S0-30: unknown is an error of its own, and resolve() tells."""
+    """Unknown is an error of its own, and resolve() tells."""
     async with shop_on(private_valkey.dsn) as shop:
         with pytest.raises(CommitUnknownError) as caught:
             async with shop.transactions.begin() as transaction:
@@ -823,8 +856,9 @@ async def test_a_server_that_is_gone_leaves_it_unknown_until_it_is_back(private_
         assert await shop.keys() == set()
 
 
+@pytest.mark.requirement("S0-30")
 async def test_a_commit_that_is_cancelled_is_given_up(shop: Shop) -> None:
-    """S0-30: what might still be on its way when nobody waits for it any more is refused from then on."""
+    """What might still be on its way when nobody waits for it any more is refused from then on."""
     async with through_proxy(shop) as (proxy, client):
         transactions, is_committing = shop.also(client), asyncio.Event()
 
@@ -851,8 +885,9 @@ async def test_a_commit_that_is_cancelled_is_given_up(shop: Shop) -> None:
 # -- MULTI and EXEC --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-20")
 async def test_multi_takes_any_command_and_reads_what_it_watches(shop: Shop) -> None:
-    """S0-20: a handler that must read watches first; the commit is refused if that has changed."""
+    """A handler that must read watches first; the commit is refused if that has changed."""
     transactions = shop.also(shop.client, mode="multi")
     await shop.client.set(shop.key("stock"), "5")
 
@@ -872,8 +907,9 @@ async def test_multi_takes_any_command_and_reads_what_it_watches(shop: Shop) -> 
     assert await shop.client.get(shop.key("stock")) == b"5"
 
 
+@pytest.mark.requirement("S0-08", "S0-30")
 async def test_multi_looks_at_every_reply(shop: Shop) -> None:
-    """S0-08, S0-30, D3: WRONGTYPE in the middle does not stop the others there, so it is partly applied, and told."""
+    """WRONGTYPE in the middle does not stop the others there, so it is partly applied, and told."""
     transactions = shop.also(shop.client, mode="multi")
     await shop.client.set(shop.key("stock"), "a text")
 
@@ -887,10 +923,11 @@ async def test_multi_looks_at_every_reply(shop: Shop) -> None:
     assert (await shop.client.get(caught.value.mark)).startswith(b"partial:")
 
 
+@pytest.mark.requirement("S0-30")
 async def test_multi_that_cannot_put_its_mark_right_is_told_as_partly_applied_all_the_same(
     private_valkey: ValkeyServer,
 ) -> None:
-    """S0-30, reliability 3.3: the mark says done, and nobody is told that all is well."""
+    """The mark says done, and nobody is told that all is well."""
     async with shop_on(private_valkey.dsn, mode="multi") as shop:
         await shop.client.set(shop.key("stock"), "a text")
 
@@ -905,9 +942,10 @@ async def test_multi_that_cannot_put_its_mark_right_is_told_as_partly_applied_al
 STEERING = "SELECT 1,EXEC,DISCARD,MULTI,WATCH k,UNWATCH,CLIENT REPLY OFF,SUBSCRIBE c,QUIT,RESET,HELLO,AUTH x,MONITOR"
 
 
+@pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("line", STEERING.split(","))
 async def test_multi_does_not_let_go_of_its_connection(shop: Shop, line: str) -> None:
-    """S0-30: a handler that could end MULTI or turn to another database would be done without its effect."""
+    """A handler that could end MULTI or turn to another database would be done without its effect."""
     transactions = shop.also(shop.client, mode="multi")
 
     with pytest.raises(CommandRefusedError, match="connection"):
@@ -919,8 +957,9 @@ async def test_multi_does_not_let_go_of_its_connection(shop: Shop, line: str) ->
     assert await shop.keys() == set()
 
 
+@pytest.mark.requirement("S0-20")
 async def test_multi_answers_questions_that_are_asked_at_the_same_time(shop: Shop) -> None:
-    """S0-20: there is one connection for them, so they wait for each other."""
+    """There is one connection for them, so they wait for each other."""
     transactions = shop.also(shop.client, mode="multi")
     names = [shop.key(str(number)) for number in range(5)]
     await shop.client.mset({name: number for number, name in enumerate(names)})
@@ -936,9 +975,10 @@ async def test_multi_answers_questions_that_are_asked_at_the_same_time(shop: Sho
     assert about["length"] == 1
 
 
+@pytest.mark.requirement("S0-20")
 @pytest.mark.parametrize("fault", ["cut", "given up"])
 async def test_multi_does_not_forget_what_it_watched_with_a_lost_connection(shop: Shop, fault: str) -> None:
-    """S0-20: a handler that survives the error would write over what somebody else has written."""
+    """A handler that survives the error would write over what somebody else has written."""
     await shop.client.set(shop.key("stock"), "5")
     async with through_proxy(shop) as (proxy, client):
         transactions = shop.also(client, mode="multi")
@@ -961,8 +1001,9 @@ async def test_multi_does_not_forget_what_it_watched_with_a_lost_connection(shop
     assert await shop.client.get(shop.key("stock")) == b"6"
 
 
+@pytest.mark.requirement("S0-20")
 async def test_multi_answers_nobody_after_its_end(shop: Shop) -> None:
-    """S0-20: a question that waited for its turn until then would take a connection for ever."""
+    """A question that waited for its turn until then would take a connection for ever."""
     transactions = shop.also(shop.client, mode="multi")
 
     async with transactions.begin() as transaction:
@@ -973,8 +1014,9 @@ async def test_multi_answers_nobody_after_its_end(shop: Shop) -> None:
         await late
 
 
+@pytest.mark.requirement("S0-30")
 async def test_multi_with_a_syntax_error_applies_nothing(shop: Shop) -> None:
-    """S0-30, reliability 3.3: EXECABORT."""
+    """EXECABORT."""
     transactions = shop.also(shop.client, mode="multi")
 
     with pytest.raises(CommitRefusedError, match="wrong number of arguments") as caught:
@@ -990,8 +1032,9 @@ async def test_multi_with_a_syntax_error_applies_nothing(shop: Shop) -> None:
     assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.requirement("S0-19")
 async def test_a_lease_is_renewed_after_a_lost_connection(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S0-19: it is tried again, as long as the lease lasts."""
+    """It is tried again, as long as the lease lasts."""
     monkeypatch.setattr(marks, "PER_LEASE", 1000)
     inbox, handled = RedisInbox("stock", lease=timedelta(seconds=60)), message()
     async with through_proxy(shop) as (proxy, client), shop.also(client).begin() as transaction:
@@ -1008,10 +1051,11 @@ async def test_a_lease_is_renewed_after_a_lost_connection(shop: Shop, monkeypatc
         await until(is_renewed, "the lease was renewed again")
 
 
+@pytest.mark.requirement("G11", "S0-30")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_transaction_may_be_cancelled_anywhere(shop: Shop, mode: Any, moment: Moment) -> None:  # noqa: ANN401
-    """S0-30, G11: it is applied or not, and never in part; no connection is kept, and no task runs on."""
+    """It is applied or not, and never in part; no connection is kept, and no task runs on."""
     client = connect(shop.url, max_connections=2)
     transactions, inbox = shop.also(client, mode=mode), RedisInbox("stock", lease=timedelta(milliseconds=3))
     count, names = 0, (shop.key("one"), shop.key("two"))
@@ -1044,9 +1088,10 @@ async def test_a_transaction_may_be_cancelled_anywhere(shop: Shop, mode: Any, mo
 # -- the outbox ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-03", "S0-13", "S0-43", "S0-44", "S0-47", "S0-59")
 @pytest.mark.parametrize("mode", MODES)
 async def test_what_a_handler_returns_is_in_the_outbox_with_its_effect(shop: Shop, mode: Any) -> None:  # noqa: ANN401
-    """S0-03, S0-13, S0-43, S0-44, S0-47, S0-59: one commit, outputs swallowed, in order, payloads as they were."""
+    """One commit, outputs swallowed, in order, payloads as they were."""
     rung: list[str] = []
     outbox = Outbox(namespace=shop.tag, wake=lambda: rung.append("rung"))
     payloads = [b"[]", b"null", b"9007199254740993", b"\xff\x00{}"]
@@ -1065,8 +1110,9 @@ async def test_what_a_handler_returns_is_in_the_outbox_with_its_effect(shop: Sho
     assert [found.payload for found in await shop.published()] == payloads
 
 
+@pytest.mark.requirement("S0-46")
 async def test_what_cannot_be_stored_discards_the_whole_transaction(shop: Shop) -> None:
-    """S0-46: an output that is no valid message is an error before anything is sent."""
+    """An output that is no valid message is an error before anything is sent."""
     middlewares: list[Middleware] = [
         TransactionMiddleware(shop.transactions),
         OutboxMiddleware(Outbox(namespace=shop.tag)),
@@ -1082,8 +1128,9 @@ async def test_what_cannot_be_stored_discards_the_whole_transaction(shop: Shop) 
     assert await shop.keys() == set()
 
 
+@pytest.mark.requirement("S0-45")
 async def test_an_outbox_without_a_transaction_says_what_is_missing(shop: Shop) -> None:
-    """S0-45: on the first message, whether it leads to outputs or not."""
+    """On the first message, whether it leads to outputs or not."""
 
     async def handle(handled: Message) -> Sequence[Message]:
         raise AssertionError
@@ -1092,9 +1139,10 @@ async def test_an_outbox_without_a_transaction_says_what_is_missing(shop: Shop) 
         await OutboxMiddleware(Outbox(namespace=shop.tag))(message(), handle)
 
 
+@pytest.mark.requirement("S0-03", "S0-43", "S0-47", "S0-59")
 @pytest.mark.parametrize("mode", MODES)
 async def test_an_outbox_in_a_stream_is_part_of_the_transaction(shop: Shop, mode: Any) -> None:  # noqa: ANN401
-    """S0-03, S0-43, S0-47, S0-59: one XADD for each output, in their order, with the effect or not at all."""
+    """One XADD for each output, in their order, with the effect or not at all."""
     rung: list[str] = []
     transactions, stream = shop.also(shop.client, mode=mode), RedisStreamStore(shop.client, namespace=shop.tag)
     outbox = stream.outbox(wake=lambda: rung.append("rung"))
@@ -1114,9 +1162,10 @@ async def test_an_outbox_in_a_stream_is_part_of_the_transaction(shop: Shop, mode
     assert [claim.message.id for claim in claims] == [output.id for output in outputs]
 
 
+@pytest.mark.requirement("G9", "G11")
 @pytest.mark.parametrize("kind", ["store", "stream"])
 async def test_an_error_that_cannot_be_written_holds_up_nothing(shop: Shop, kind: str) -> None:
-    """G11, G9: half a character in it would keep the message, and those beside it, from being settled for ever."""
+    """Half a character in it would keep the message, and those beside it, from being settled for ever."""
     store = shop.store() if kind == "store" else RedisStreamStore(shop.client, namespace=shop.tag)
     error = "no \udcff" * 5000
     await (Outbox(namespace=shop.tag) if isinstance(store, RedisStore) else store.outbox()).add(
@@ -1148,12 +1197,13 @@ async def test_the_same_message_twice_is_one_in_the_outbox(shop: Shop) -> None:
 # -- clusters --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-31")
 @pytest.mark.parametrize(
     ("key", "slot"),
     [("123456789", 12739), ("foo{}{bar}", 8363), ("foo{{bar}}zap", 4015), ("{user1000}.following", 3443)],
 )
 def test_the_slot_of_a_key_is_what_the_cluster_says(key: str, slot: int) -> None:
-    """S0-31: CRC16 of what is between the first braces, if there is anything between them."""
+    """CRC16 of what is between the first braces, if there is anything between them."""
     assert slot_of(key.encode()) == slot
 
 
@@ -1167,8 +1217,9 @@ def lonely_node() -> ValkeyServer:
     raise AssertionError
 
 
+@pytest.mark.requirement("S0-30", "S0-31")
 async def test_a_cluster_refuses_keys_of_other_slots_before_anything_is_sent() -> None:
-    """S0-31, S0-30: on a cluster of one node, which has all slots, and still asks for one in each transaction."""
+    """On a cluster of one node, which has all slots, and still asks for one in each transaction."""
     server = lonely_node()
     try:
         node = connect(server.dsn)
@@ -1205,8 +1256,9 @@ async def test_a_cluster_refuses_keys_of_other_slots_before_anything_is_sent() -
         server.stop()
 
 
+@pytest.mark.requirement("S0-36")
 async def test_errors_of_the_store_are_ours(shop: Shop) -> None:
-    """S0-36: nothing of the library's comes through; a server that is not there is known before anything is sent."""
+    """Nothing of the library's comes through; a server that is not there is known before anything is sent."""
     transactions = shop.also(connect("redis://127.0.0.1:1/0"))
 
     with pytest.raises(StoreUnavailableError):

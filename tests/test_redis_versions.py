@@ -79,23 +79,26 @@ def word(argument: str) -> bytes:
     return quoted.group(1).encode() if quoted else VALUE
 
 
+@pytest.mark.requirement("S0-04")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda one: one.name)
 def test_a_script_calls_nothing_that_redis_6_does_not_know(script: Any) -> None:  # noqa: ANN401 -- no name for it
-    """S0-04: which never passes the proxy, so it is read."""
+    """Which never passes the proxy, so it is read."""
     found = [words for words in calls(script.read_text()) if words[0] != VALUE]
 
     assert [(words, said) for words in found if (said := refusal(words))] == []
 
 
+@pytest.mark.requirement("S0-04")
 def test_only_commands_that_are_known_are_called_by_a_name_that_is_not_written_there() -> None:
-    """S0-04: what `later` was told, which is read above, and what a transaction holds, which has rules."""
+    """What `later` was told, which is read above, and what a transaction holds, which has rules."""
     unknown = [(one.name, words) for one in SCRIPTS for words in calls(one.read_text()) if words[0] == VALUE]
 
     assert unknown == [("commit.lua", [VALUE]), ("common.lua", [VALUE, VALUE, VALUE])]
 
 
+@pytest.mark.requirement("S0-04")
 def test_scripts_ask_for_no_function_of_the_server_that_6_does_not_have() -> None:
-    """S0-04: but for one that they can do without."""
+    """But for one that they can do without."""
     used = {name for one in SCRIPTS for name in re.findall(r"\bredis\.(\w+)", one.read_text())}
 
     assert used <= {"acl_check_cmd", "call", "error_reply", "pcall"}
@@ -117,6 +120,7 @@ def test_scripts_are_really_read() -> None:
     assert [refusal(words) is None for words in found[:2]] == [False, False]
 
 
+@pytest.mark.requirement("S0-04")
 @pytest.mark.parametrize(
     "command",
     [
@@ -133,7 +137,7 @@ def test_scripts_are_really_read() -> None:
     ],
 )
 def test_a_transaction_takes_nothing_that_redis_6_does_not_know(command: str) -> None:
-    """S0-04: its commands are called by a script, and refused before they are sent."""
+    """Its commands are called by a script, and refused before they are sent."""
     words = tuple(command.encode().split())
 
     with pytest.raises(CommandRefusedError):
@@ -145,9 +149,10 @@ def test_a_transaction_takes_nothing_that_redis_6_does_not_know(command: str) ->
 # -- what 6.0 knows ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S0-04")
 @pytest.mark.parametrize("fixture", REDIS_SERVERS)
 def test_servers_agree_on_what_was_there_in_6(request: pytest.FixtureRequest, fixture: str) -> None:
-    """S0-04: the list is not from memory."""
+    """The list is not from memory."""
     told = pairs(cast("RedisClient", request.getfixturevalue(fixture)).ask("COMMAND", "DOCS"))
     old = {name.upper(): pairs(about) for name, about in told.items() if is_old(pairs(about))}
     subcommands = {
@@ -163,8 +168,9 @@ def test_servers_agree_on_what_was_there_in_6(request: pytest.FixtureRequest, fi
     assert {name: found for name, found in subcommands.items() if found} == SUBCOMMANDS
 
 
+@pytest.mark.requirement("S0-04")
 def test_options_that_came_later_are_refused(redis_server: RedisClient) -> None:
-    """S0-04: all of which the server says when they came."""
+    """All of which the server says when they came."""
     told = pairs(redis_server.ask("COMMAND", "DOCS"))
     later = [
         (command.upper().split("|"), token)
@@ -244,6 +250,7 @@ def old(request: pytest.FixtureRequest) -> Iterator[Redis60]:
         yield old
 
 
+@pytest.mark.requirement("S0-04")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -260,7 +267,7 @@ def old(request: pytest.FixtureRequest) -> Iterator[Redis60]:
     ],
 )
 def test_the_proxy_refuses_as_redis_6_does(old: Redis60, words: Sequence[str | int], said: str) -> None:
-    """S0-04: commands and options."""
+    """Commands and options."""
     with pytest.raises(Exception, match=re.escape(said)):
         RedisClient(old.dsn).ask(*words)
 
@@ -307,8 +314,9 @@ async def test_what_scripts_call_is_seen(old: Redis60) -> None:
     await until(lambda: [b"ZRANGE", key.encode(), b"0", b"1", b"REV"] in old.slips, "what the script has called")
 
 
+@pytest.mark.requirement("S0-04")
 async def test_stores_ask_an_old_server_for_nothing_that_it_does_not_know(private_valkey: ValkeyServer) -> None:
-    """S0-04: what is refused is the library's own greeting, and the one question whether it can wait for its disk."""
+    """What is refused is the library's own greeting, and the one question whether it can wait for its disk."""
     with Redis60(private_valkey.dsn) as old:
         async with redis.asyncio.Redis.from_url(old.dsn, retry=Retry(NoBackoff(), 0)) as client:
             for kind in (RedisStore, RedisStreamStore):

@@ -124,8 +124,9 @@ def expecting(handled: list[int]) -> Router:
     return router
 
 
+@pytest.mark.requirement("G9")
 async def test_a_payload_that_cannot_be_decoded_spends_the_budget(desk: Desk) -> None:
-    """G9: it is nacked with a backoff, and a dead letter after max_attempts; no error shows what stands in it."""
+    """It is nacked with a backoff, and a dead letter after max_attempts; no error shows what stands in it."""
     handled: list[int] = []
     desk.add(b'{"order_id":"4111-1111"}')
 
@@ -141,8 +142,9 @@ async def test_a_payload_that_cannot_be_decoded_spends_the_budget(desk: Desk) ->
     assert desk.waits[:2] == [1, 2]
 
 
+@pytest.mark.requirement("G2")
 async def test_a_consumer_deployed_before_its_producer_is_corrected_loses_nothing(desk: Desk) -> None:
-    """G2: the next version reads what the first could not."""
+    """The next version reads what the first could not."""
     handled: list[int] = []
     desk.budget = 10_000
     desk.add(b'{"order_id":"7"}')
@@ -164,8 +166,9 @@ async def test_a_consumer_deployed_before_its_producer_is_corrected_loses_nothin
     assert handled == [7]
 
 
+@pytest.mark.requirement("G9")
 async def test_a_payload_that_breaks_its_schema_spends_the_budget(desk: Desk) -> None:
-    """G9: it is the same question, asked of a schema instead of a class."""
+    """It is the same question, asked of a schema instead of a class."""
     handled: list[int] = []
     schema = {"properties": {"order_id": {"type": "integer"}}}
     desk.add()
@@ -179,8 +182,9 @@ async def test_a_payload_that_breaks_its_schema_spends_the_budget(desk: Desk) ->
     )
 
 
+@pytest.mark.requirement("G9")
 async def test_a_rejection_is_final_at_once(desk: Desk) -> None:
-    """G9: whoever raises it knows that no other attempt will end otherwise."""
+    """Whoever raises it knows that no other attempt will end otherwise."""
     router = Router()
 
     @router.on("order.placed")
@@ -196,8 +200,9 @@ async def test_a_rejection_is_final_at_once(desk: Desk) -> None:
     assert desk.waits == []
 
 
+@pytest.mark.requirement("G9")
 async def test_a_decode_failure_can_be_made_final(desk: Desk) -> None:
-    """G9: a middleware turns it into a rejection."""
+    """A middleware turns it into a rejection."""
 
     async def final(message: Message, call_next: Next) -> Sequence[Message]:
         try:
@@ -212,8 +217,9 @@ async def test_a_decode_failure_can_be_made_final(desk: Desk) -> None:
     assert attempts == 1
 
 
+@pytest.mark.requirement("G9", "F-21")
 async def test_a_type_without_a_handler_spends_the_budget(desk: Desk) -> None:
-    """F-21, G9: by default; the error names the type, how to add a handler, and how to ignore it."""
+    """By default; the error names the type, how to add a handler, and how to ignore it."""
     desk.add(kind="order.cancelled")
 
     async with desk.consuming(expecting([])):
@@ -227,8 +233,9 @@ async def test_a_type_without_a_handler_spends_the_budget(desk: Desk) -> None:
     assert desk.waits[:2] == [1, 2]
 
 
+@pytest.mark.requirement("F-21")
 async def test_a_type_without_a_handler_can_be_ignored(desk: Desk) -> None:
-    """F-21: it is acknowledged, and an event says so."""
+    """It is acknowledged, and an event says so."""
     router, handled = Router(unhandled="ignore"), list[str]()
 
     @router.on("order.placed", match=Match(source="/shop"))
@@ -252,8 +259,9 @@ async def test_a_type_without_a_handler_can_be_ignored(desk: Desk) -> None:
     assert {event.level for event in ignored} == {logging.DEBUG}
 
 
+@pytest.mark.requirement("F-24")
 async def test_what_cannot_be_decoded_is_not_tried_again_at_once() -> None:
-    """F-24: within one process it would fail the same way each time."""
+    """Within one process it would fail the same way each time."""
     calls: list[int] = []
 
     async def undecodable(message: Message) -> list[Message]:
@@ -291,8 +299,9 @@ async def by_hand(router: Router, *middlewares: Middleware) -> AsyncGenerator[Me
         await running
 
 
+@pytest.mark.requirement("F-05")
 async def test_what_no_handler_takes_is_acknowledged_where_handlers_do_that_by_hand() -> None:
-    """F-05: an ignored message, and one that became a dead letter, reach no handler that could."""
+    """An ignored message, and one that became a dead letter, reach no handler that could."""
     letters = Letters()
     async with (
         by_hand(Router(unhandled="ignore")) as ignored,

@@ -49,8 +49,9 @@ def message(kind: str = "order.placed", source: str | None = None, payload: byte
     return Message(topic="orders", type=kind, payload=payload, headers=headers, namespace="shop", tenant_id=TENANT)
 
 
+@pytest.mark.requirement("F-21")
 async def test_a_message_goes_to_the_handler_of_its_type() -> None:
-    """F-21: by the type of CloudEvents; registered by decorator or by call, by name or by class."""
+    """By the type of CloudEvents; registered by decorator or by call, by name or by class."""
     router, calls = Router(), list[str]()
 
     @router.on("order.placed")
@@ -72,8 +73,9 @@ async def test_a_message_goes_to_the_handler_of_its_type() -> None:
     assert router.types == ("order.placed", "stock.reserved", "order.cancelled")
 
 
+@pytest.mark.requirement("F-21")
 async def test_the_decorator_returns_the_function_as_it_is() -> None:
-    """F-21: a handler can be called in a test without a router."""
+    """A handler can be called in a test without a router."""
     router = Router()
 
     async def handle(order: OrderPlaced) -> int:
@@ -82,8 +84,9 @@ async def test_the_decorator_returns_the_function_as_it_is() -> None:
     assert router.on("order.placed")(handle) is handle
 
 
+@pytest.mark.requirement("F-21")
 async def test_without_a_type_the_class_of_the_payload_names_it() -> None:
-    """F-21: with and without parentheses, async and plain, whatever else the handler asks for."""
+    """With and without parentheses, async and plain, whatever else the handler asks for."""
     router, calls = Router(), list[str]()
 
     @router.on
@@ -109,8 +112,9 @@ async def test_without_a_type_the_class_of_the_payload_names_it() -> None:
         await router(message("stock.counted", payload=b"[3]"))
 
 
+@pytest.mark.requirement("F-21")
 async def test_the_bare_decorator_takes_anything_that_can_be_called() -> None:
-    """F-21: and returns it as it is."""
+    """And returns it as it is."""
 
     class Handling:
         async def __call__(self, order: OrderPlaced) -> None: ...
@@ -153,9 +157,10 @@ NAMELESS: list[Callable[..., None]] = [
 ]
 
 
+@pytest.mark.requirement("F-21")
 @pytest.mark.parametrize("handler", NAMELESS)
 def test_a_payload_without_a_class_of_its_own_names_no_type(handler: Callable[..., None]) -> None:
-    """F-21: the error says what to write; nothing is registered."""
+    """The error says what to write; nothing is registered."""
     router = Router()
     expected = r'handler .* does not say which type of message it takes.*; write @router\.on\("order\.placed"\)'
 
@@ -166,13 +171,14 @@ def test_a_payload_without_a_class_of_its_own_names_no_type(handler: Callable[..
     assert router.types == ()
 
 
+@pytest.mark.requirement("F-21")
 @pytest.mark.parametrize(
     "kind",
     [dict, bytes, object, Message, list[int], OrderPlaced | StockReserved, OrderPlaced(1), 42, a_dict, NewId],
     ids=["dict", "bytes", "object", "message", "list", "union", "event", "number", "handler", "new type"],
 )
 def test_only_a_name_or_a_class_of_its_own_is_a_type(kind: Any) -> None:  # noqa: ANN401
-    """F-21: a handler, an event or a container in its place is refused, never taken for one."""
+    """A handler, an event or a container in its place is refused, never taken for one."""
     router = Router()
 
     async def handle(order: OrderPlaced) -> None: ...
@@ -184,14 +190,16 @@ def test_only_a_name_or_a_class_of_its_own_is_a_type(kind: Any) -> None:  # noqa
     assert router.types == ()
 
 
+@pytest.mark.requirement("F-21")
 async def test_a_type_without_a_handler_is_told() -> None:
-    """F-21: `NoHandlerError` names the type and how to add a handler."""
+    """`NoHandlerError` names the type and how to add a handler."""
     with pytest.raises(NoHandlerError, match=r"no handler takes 'order\.placed'; add one with router\.on"):
         await Router()(message())
 
 
+@pytest.mark.requirement("F-21")
 async def test_a_type_has_one_handler() -> None:
-    """F-21: a second is refused, whichever way the type is named, and the first stays."""
+    """A second is refused, whichever way the type is named, and the first stays."""
     router, calls = Router(), list[int]()
 
     @router.on("order.placed")
@@ -207,8 +215,9 @@ async def test_a_type_has_one_handler() -> None:
     assert calls == [42]
 
 
+@pytest.mark.requirement("F-21")
 async def test_a_router_in_use_takes_no_more_handlers() -> None:
-    """F-21: what is handled does not depend on when it arrives."""
+    """What is handled does not depend on when it arrives."""
     router = Router()
     router.start()
     router.start()
@@ -220,8 +229,9 @@ async def test_a_router_in_use_takes_no_more_handlers() -> None:
     assert router.types == ()
 
 
+@pytest.mark.requirement("F-21")
 def test_a_handler_that_cannot_be_served_is_not_added() -> None:
-    """F-21: the type stays free for one that can."""
+    """The type stays free for one that can."""
     router = Router()
 
     async def wrong(order: OrderPlaced, stock: StockReserved) -> None: ...
@@ -231,8 +241,9 @@ def test_a_handler_that_cannot_be_served_is_not_added() -> None:
     assert router.types == ()
 
 
+@pytest.mark.requirement("F-21")
 async def test_a_handler_takes_only_what_its_matcher_lets_through() -> None:
-    """F-21: `HandlerRejectedError` for the others, which the handler never sees."""
+    """`HandlerRejectedError` for the others, which the handler never sees."""
     router, calls = Router(), list[str]()
 
     @router.on("order.placed", match=Match(source="/shop/*"))
@@ -245,8 +256,9 @@ async def test_a_handler_takes_only_what_its_matcher_lets_through() -> None:
     assert calls == ["/shop/eu"]
 
 
+@pytest.mark.requirement("F-21")
 async def test_any_function_of_a_message_is_a_matcher() -> None:
-    """F-21: what patterns cannot say, code can."""
+    """What patterns cannot say, code can."""
     router = Router()
 
     async def handle() -> None: ...
@@ -258,6 +270,7 @@ async def test_any_function_of_a_message_is_a_matcher() -> None:
     await router(replace(message(), tenant_id=None))
 
 
+@pytest.mark.requirement("F-21")
 @pytest.mark.parametrize(
     ("pattern", "text", "is_match"),
     [
@@ -293,13 +306,14 @@ async def test_any_function_of_a_message_is_a_matcher() -> None:
     ],
 )
 def test_patterns_are_globs(pattern: str, text: str, is_match: bool) -> None:  # noqa: FBT001
-    """F-21: asterisk, question mark and sets as in the shell; nothing else means anything."""
+    """Asterisk, question mark and sets as in the shell; nothing else means anything."""
     assert Match(type=pattern)(message(text)) is is_match
     assert Match(source=pattern)(message(source=text or None)) is (is_match if text else pattern == "*")
 
 
+@pytest.mark.requirement("F-21")
 def test_type_and_source_must_both_match() -> None:
-    """F-21: a source that nobody gave is that of the namespace."""
+    """A source that nobody gave is that of the namespace."""
     match = Match(type="order.*", source="postroom:*")
 
     assert match(message())
@@ -307,9 +321,10 @@ def test_type_and_source_must_both_match() -> None:
     assert not match(message(source="/shop"))
 
 
+@pytest.mark.requirement("F-21")
 @given(st.text("a*?[]!.", max_size=8), st.text("a*?[]!.", max_size=8))
 def test_an_escaped_text_matches_itself_alone(pattern: str, text: str) -> None:
-    """F-21: whatever a name holds, it can be asked for."""
+    """Whatever a name holds, it can be asked for."""
     assert Match(type=glob.escape(pattern))(message(text)) is (text == pattern)
 
 
@@ -321,6 +336,7 @@ def generated(count: int) -> Iterator[StockReserved]:
     yield from map(StockReserved, range(count))
 
 
+@pytest.mark.requirement("F-21", "S1-28")
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -343,7 +359,7 @@ async def test_what_a_handler_returns_becomes_messages_in_its_order(
     expected: list[bytes],
     is_plain: bool,  # noqa: FBT001
 ) -> None:
-    """F-21, S1-28: nothing, one or many, in any usual form."""
+    """Nothing, one or many, in any usual form."""
     router = Router(topic="stock")
 
     async def handle() -> object:
@@ -358,8 +374,9 @@ async def test_what_a_handler_returns_becomes_messages_in_its_order(
     assert len({output.id for output in outputs}) == len(expected)
 
 
+@pytest.mark.requirement("F-10", "F-21", "S1-23")
 async def test_a_returned_event_gets_an_envelope_of_its_own() -> None:
-    """F-10, F-21, S1-23: its type is that of its class; tenant and namespace are those of the message, and no more."""
+    """Its type is that of its class; tenant and namespace are those of the message, and no more."""
     router = Router(source="/stock")
     local = Local[int]("n")
 
@@ -378,8 +395,9 @@ async def test_a_returned_event_gets_an_envelope_of_its_own() -> None:
     assert local.of(first) is None
 
 
+@pytest.mark.requirement("F-21")
 async def test_the_topic_of_a_handler_goes_before_that_of_the_router() -> None:
-    """F-21: where events go can be said for all, and for some."""
+    """Where events go can be said for all, and for some."""
     router = Router(topic="everything")
 
     async def handle() -> StockReserved:
@@ -391,8 +409,9 @@ async def test_the_topic_of_a_handler_goes_before_that_of_the_router() -> None:
     assert [(await router(message(kind)))[0].topic for kind in "ab"] == ["special", "everything"]
 
 
+@pytest.mark.requirement("F-21")
 async def test_a_returned_message_is_left_as_it_is() -> None:
-    """F-21: who makes a message says everything about it."""
+    """Who makes a message says everything about it."""
     router, output = Router(topic="other"), Message(topic="stock", payload=b"x", key="k")
 
     async def handle() -> list[Message]:
@@ -403,8 +422,9 @@ async def test_a_returned_message_is_left_as_it_is() -> None:
     assert (await router(message()))[0] is output
 
 
+@pytest.mark.requirement("F-21")
 async def test_an_event_without_a_name_needs_a_topic() -> None:
-    """F-21: a dict does not say what it is, and a bare value is no event."""
+    """A dict does not say what it is, and a bare value is no event."""
     router = Router()
     returns: list[object] = [{"a": 1}, b"raw", "text"]
 

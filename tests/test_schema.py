@@ -50,8 +50,9 @@ def mariadb(mariadb_dsn: str) -> MariaDBRoom:
 # -- apply -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S1-10")
 async def test_apply_creates_everything_and_the_second_time_says_that_there_was_nothing_to_do(room: Room) -> None:
-    """S1-10: applying is idempotent, and changes nothing when it is repeated."""
+    """Applying is idempotent, and changes nothing when it is repeated."""
     first = await applied(room)
     before = room.everything()
 
@@ -79,9 +80,10 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.requirement("S1-10")
 @pytest.mark.parametrize("size", [2, 10])
 def test_processes_that_apply_at_once_all_succeed_and_one_of_them_creates(room: Room, size: int) -> None:
-    """S1-10: replicas that start together may all apply the schema."""
+    """Replicas that start together may all apply the schema."""
     script = APPLY.format(store=type(room.store()).__name__, where=room.where)
     pipe = subprocess.PIPE
     with ExitStack() as stack:
@@ -100,17 +102,19 @@ def test_processes_that_apply_at_once_all_succeed_and_one_of_them_creates(room: 
     assert sorted(told) == ["False"] * (size - 1) + ["True"]
 
 
+@pytest.mark.requirement("S1-10")
 async def test_connections_that_apply_at_once_all_succeed_and_one_of_them_creates(room: Room) -> None:
-    """S1-10: the same within one process, where they truly meet."""
+    """The same within one process, where they truly meet."""
     told = await asyncio.gather(*(applied(room) for _ in range(10)))
 
     assert sorted(told) == [False] * 9 + [True]
     assert await differences(room) == []
 
 
+@pytest.mark.requirement("S1-10")
 @pytest.mark.parametrize("done", [1, 2, 3, 4, -5, -4, -3, -2, -1])
 async def test_apply_finishes_what_was_killed_half_way(room: Room, done: int) -> None:
-    """S1-10: every statement can be run again, wherever the one before was killed."""
+    """Every statement can be run again, wherever the one before was killed."""
     room.run(*room.statements(Names())[:done])
     assert (await differences(room)) != []
 
@@ -119,8 +123,9 @@ async def test_apply_finishes_what_was_killed_half_way(room: Room, done: int) ->
     assert await differences(room) == []
 
 
+@pytest.mark.requirement("S1-10")
 async def test_a_failed_apply_leaves_nothing_behind_on_postgresql(postgres: PostgresRoom) -> None:
-    """S1-10: there DDL is transactional, so a half-made schema is never seen."""
+    """There DDL is transactional, so a half-made schema is never seen."""
     postgres.run("CREATE VIEW postroom_outbox_published AS SELECT 1 AS stands_in_the_way")
     before = postgres.everything()
 
@@ -141,8 +146,9 @@ FLAWS = {
 }
 
 
+@pytest.mark.requirement("S1-10")
 async def test_apply_never_alters_a_table_but_says_what_is_wrong_with_it(room: Room) -> None:
-    """S1-10: to alter may lock for long or lose data, so it is left to people."""
+    """To alter may lock for long or lose data, so it is left to people."""
     right, wrong, sentence = FLAWS[type(room)]
     room.run(*(text.replace(right, wrong) for text in room.statements(Names())))
     before = room.everything()
@@ -284,8 +290,9 @@ async def test_check_tells_exactly_what_differs(request: pytest.FixtureRequest, 
     assert await differences(room) == SABOTAGE[kind, sabotage]
 
 
+@pytest.mark.requirement("S1-04")
 async def test_check_of_an_empty_database_names_the_tables_and_changes_nothing(room: Room) -> None:
-    """S1-04: checking creates nothing."""
+    """Checking creates nothing."""
     before = room.everything()
 
     [found] = await differences(room)
@@ -311,8 +318,9 @@ async def test_check_without_the_outbox_alone_names_every_part_of_it(room: Room)
 # -- versions ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S1-04")
 async def test_a_store_without_its_table_says_how_to_make_it(room: Room) -> None:
-    """S1-04: opening creates nothing."""
+    """Opening creates nothing."""
     room.run("SELECT 1")  # with which SQLite creates an empty file
     store = room.store()
 
@@ -356,8 +364,9 @@ async def test_a_store_refuses_another_version_and_says_what_to_do(room: Room, c
     assert str(caught.value) == sentence
 
 
+@pytest.mark.requirement("S1-10")
 async def test_an_old_release_does_not_apply_over_a_newer_schema(room: Room) -> None:
-    """S1-10: a rolling deployment must not take a schema back."""
+    """A rolling deployment must not take a schema back."""
     await applied(room)
     room.run("INSERT INTO postroom_outbox_version (version) VALUES (99)", "DROP VIEW postroom_outbox_messages")
     before = room.everything()
@@ -371,8 +380,9 @@ async def test_an_old_release_does_not_apply_over_a_newer_schema(room: Room) -> 
 # -- by hand -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S1-09")
 async def test_the_printed_statements_make_the_same_schema_on_a_plain_connection(room: Room) -> None:
-    """S1-09: they are made for your own migrations, without a database at hand, and may be run twice."""
+    """They are made for your own migrations, without a database at hand, and may be run twice."""
     texts = room.statements(Names(table="my_outbox"))
 
     room.run(*texts)
@@ -384,8 +394,9 @@ async def test_the_printed_statements_make_the_same_schema_on_a_plain_connection
     await store.close()
 
 
+@pytest.mark.requirement("S1-09")
 def test_the_printed_statements_run_in_psql(postgres: PostgresRoom) -> None:
-    """S1-09: they need no library of ours."""
+    """They need no library of ours."""
     script = ";\n".join(postgres.statements(Names(schema="apart")))
 
     PostgresClient(postgres.where).query(script)
@@ -393,8 +404,9 @@ def test_the_printed_statements_run_in_psql(postgres: PostgresRoom) -> None:
     assert asyncio.run(differences(postgres, schema="apart")) == []
 
 
+@pytest.mark.requirement("S1-11")
 async def test_tables_and_schemas_can_have_other_names_side_by_side(postgres: PostgresRoom) -> None:
-    """S1-11: names are configurable, and several outboxes do not meet."""
+    """Names are configurable, and several outboxes do not meet."""
     for table, schema in (("a", None), ("b", None), ("a", "apart")):
         assert await applied(postgres, table=table, schema=schema) is True
         assert await differences(postgres, table=table, schema=schema) == []
@@ -430,8 +442,9 @@ WORDS = [
 ]
 
 
+@pytest.mark.requirement("S1-11")
 def test_a_name_is_either_refused_or_works_quoted() -> None:
-    """S1-11: two thousand names, some of them words of SQL, none of which can break out."""
+    """Two thousand names, some of them words of SQL, none of which can break out."""
     dice = random.Random(11)
     accepted = 0
     with closing(sqlite3.connect(":memory:")) as connection:
@@ -453,42 +466,47 @@ def test_a_name_is_either_refused_or_works_quoted() -> None:
     assert 200 < accepted < 1900
 
 
+@pytest.mark.requirement("S1-11")
 @pytest.mark.parametrize("name", ["select", "order", "_", "a" * 45])
 async def test_words_of_sql_and_the_longest_name_work_on_servers(name: str, room: Room) -> None:
-    """S1-11: identifiers are quoted, and there is room for the names of indexes."""
+    """Identifiers are quoted, and there is room for the names of indexes."""
     assert await applied(room, table=name) is True
 
     assert await differences(room, table=name) == []
 
 
+@pytest.mark.requirement("S1-11")
 @pytest.mark.parametrize("name", ["", "A", "a b", "a;b", 'a"b', "a`b", "a" * 46, "1a", "ä", "a\n", "sqlite_x", "pg_x"])
 @pytest.mark.parametrize("kind", ["table", "schema"])
 def test_a_name_that_is_no_plain_identifier_is_refused(kind: str, name: str) -> None:
-    """S1-11: identifiers cannot be bound, so they are checked."""
+    """Identifiers cannot be bound, so they are checked."""
     with pytest.raises(InvalidNameError, match=f"cannot name a {kind}; use a lower-case letter"):
         PostgresStore("postgresql://localhost/shop", **{kind: name})  # type: ignore[arg-type]
 
 
+@pytest.mark.requirement("S1-11")
 @pytest.mark.parametrize("name", ["", "A", "a;b", "a" * 46, "sqlite_x", "pg_x"])
 def test_the_name_of_an_inbox_is_checked_like_that_of_an_outbox(name: str) -> None:
-    """S1-11: identifiers cannot be bound, so they are checked."""
+    """Identifiers cannot be bound, so they are checked."""
     with pytest.raises(InvalidNameError, match="cannot name a table; use a lower-case letter"):
         PostgresStore("postgresql://localhost/shop", inbox=name)
 
 
+@pytest.mark.requirement("S1-11")
 @pytest.mark.parametrize(
     ("table", "inbox", "shared"),
     [("a", "a", "a"), ("a_dead", "a", "a_dead"), ("a", "a_version", "a_version"), ("b", "b_messages", "b_messages")],
 )
 def test_an_inbox_cannot_be_called_as_a_part_of_the_outbox(table: str, inbox: str, shared: str) -> None:
-    """S1-11: PostgreSQL keeps tables, views and indexes under one roof."""
+    """PostgreSQL keeps tables, views and indexes under one roof."""
     with pytest.raises(InvalidNameError, match=f"{shared} would be a part of the outbox {table} as well"):
         Names(table=table, inbox=inbox)
 
 
+@pytest.mark.requirement("S1-11")
 @pytest.mark.parametrize(("table", "inbox"), [("a", "select"), ("a", "a" * 45), ("mail", "mail_inbox")])
 async def test_an_inbox_can_have_another_name(room: Room, table: str, inbox: str) -> None:
-    """S1-11: also a word of SQL, also the longest."""
+    """Also a word of SQL, also the longest."""
     names = Names(table=table, inbox=inbox)
     room.run(*room.statements(names))
     found = room.run(f"SELECT count(*) FROM {room.quote}{inbox}_dead{room.quote}")
@@ -508,8 +526,9 @@ async def differences_of(room: Room, names: Names) -> list[str]:
 # -- what is in it -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S1-04", "S1-12")
 async def test_no_work_ever_changes_the_schema(room: Room) -> None:
-    """S1-04, S1-12: neither constructors nor opening, adding, claiming, settling or upkeep run any DDL."""
+    """Neither constructors nor opening, adding, claiming, settling or upkeep run any DDL."""
     await applied(room)
     before = room.everything()
 
@@ -537,8 +556,9 @@ async def test_no_work_ever_changes_the_schema(room: Room) -> None:
     assert room.everything() == before
 
 
+@pytest.mark.requirement("S1-08", "S4-04", "S4-05")
 async def test_the_views_show_the_tables_of_the_seeds(room: Room) -> None:
-    """S1-08, S4-04, S4-05: their columns, filled from the one table; published only once it is delivered."""
+    """Their columns, filled from the one table; published only once it is delivered."""
     await applied(room)
     store = room.store()
     with closing(room.connect()) as connection:
@@ -642,9 +662,10 @@ BAD_ROWS = [
 ]
 
 
+@pytest.mark.requirement("S2-07")
 @pytest.mark.parametrize("bad", BAD_ROWS)
 async def test_the_database_refuses_a_row_in_an_impossible_state(room: Room, bad: str) -> None:
-    """S2-07: a known status, and a lock exactly while it is processing."""
+    """A known status, and a lock exactly while it is processing."""
     await applied(room)
     with closing(room.connect()) as connection:
         connection.cursor().execute("BEGIN")
@@ -659,8 +680,9 @@ async def test_the_database_refuses_a_row_in_an_impossible_state(room: Room, bad
     room.run("UPDATE postroom_outbox SET status = 'processing', locked_by = id, locked_until = created_at")
 
 
+@pytest.mark.requirement("S2-06")
 async def test_the_columns_of_the_outbox_are_those_that_were_asked_for(room: Room) -> None:
-    """S2-06: names as given, and one row for each dedupe key."""
+    """Names as given, and one row for each dedupe key."""
     await applied(room)
 
     assert set(columns(room, "postroom_outbox")) >= {
@@ -669,8 +691,9 @@ async def test_the_columns_of_the_outbox_are_those_that_were_asked_for(room: Roo
     }
 
 
+@pytest.mark.requirement("S1-07")
 async def test_the_inbox_has_the_columns_that_were_asked_for(room: Room) -> None:
-    """S1-07: its key is the consumer and the id; a view has them under the names of the seed."""
+    """Its key is the consumer and the id; a view has them under the names of the seed."""
     await applied(room)
     message = Message(topic="t", payload=b"{}")
     with closing(room.connect()) as connection:

@@ -196,8 +196,24 @@ TEN = [
 ]
 
 
+@pytest.mark.requirement(
+    "S0-01",
+    "S0-03",
+    "S0-05",
+    "S0-09",
+    "S0-10",
+    "S0-12",
+    "S0-13",
+    "S0-14",
+    "S0-15",
+    "S0-28",
+    "S0-43",
+    "S0-44",
+    "S0-58",
+    "S0-59",
+    "S0-60",
+)
 async def test_the_thirteen_steps_of_a_new_message(shop: Shop) -> None:
-    """S0-01, S0-03, S0-05, S0-09, S0-10, S0-12, S0-13, S0-14, S0-15, S0-28, S0-43, S0-44, S0-58, S0-59, S0-60."""
     await shop.receive("13. Acking: ack, after everything is executed")
 
     assert shop.steps == [
@@ -212,8 +228,9 @@ async def test_the_thirteen_steps_of_a_new_message(shop: Shop) -> None:
     assert [event for event in shop.seen if isinstance(event, events.HandlingFailed)] == []
 
 
+@pytest.mark.requirement("S0-15", "S0-59", "S0-60")
 async def test_the_thirteen_steps_with_the_transaction_outermost(shop: Shop) -> None:
-    """S0-15, S0-59, S0-60: the inbox returns before everything is executed; what is there at the end is the same."""
+    """The inbox returns before everything is executed; what is there at the end is the same."""
     await shop.receive("13. Acking: ack, after everything is executed", inbox_first=False)
 
     assert shop.steps == [
@@ -225,8 +242,9 @@ async def test_the_thirteen_steps_with_the_transaction_outermost(shop: Shop) -> 
     assert await shop.there() == ("done", 1, 1)
 
 
+@pytest.mark.requirement("G7", "G8", "S0-02", "S0-11", "S0-35", "S0-60")
 async def test_the_way_of_a_message_that_arrives_again(shop: Shop) -> None:
-    """S0-02, S0-11, S0-35, S0-60, G7, G8: no handler, no output, no error, and it is acknowledged."""
+    """No handler, no output, no error, and it is acknowledged."""
     await shop.receive("13. Acking: ack, after everything is executed")
     shop.steps.clear()
 
@@ -246,8 +264,9 @@ async def test_the_way_of_a_message_that_arrives_again(shop: Shop) -> None:
     assert [event for event in shop.seen if isinstance(event, events.HandlingFailed)] == []
 
 
+@pytest.mark.requirement("S0-50", "S0-51", "S0-53", "S0-54")
 async def test_the_publisher_hands_the_event_on_and_acknowledges_its_entry(shop: Shop) -> None:
-    """S0-50, S0-51, S0-53, S0-54: from the stream to the broker, then XACK; nothing is left of it then."""
+    """From the stream to the broker, then XACK; nothing is left of it then."""
     await shop.receive("13. Acking: ack, after everything is executed")
     shop.steps.clear()
     points = Failpoints()
@@ -276,8 +295,9 @@ class FailingOrders(RedisOrders):
         raise RuntimeError("sold out")
 
 
+@pytest.mark.requirement("S0-10", "S0-21", "S0-22", "S0-35", "S0-41", "S0-48")
 async def test_the_set_up_and_the_recovery_from_errors_as_printed(shop: Shop) -> None:
-    """S0-10, S0-21, S0-22, S0-35, S0-41, S0-48: the set-up of the document line by line, with its own knobs.
+    """The set-up of the document line by line, with its own knobs.
 
     A handler that fails leaves neither mark nor effect, and its message is handled when it comes again.
     """
@@ -326,8 +346,9 @@ async def test_the_set_up_and_the_recovery_from_errors_as_printed(shop: Shop) ->
     assert [message.type for message in broker.received if message.topic == "order-events"] == ["order.placed"]
 
 
+@pytest.mark.requirement("S0-06", "S0-24", "S0-58")
 async def test_the_adapter_works_at_once_without_a_transaction_and_tells_of_errors(shop: Shop) -> None:
-    """S0-06, S0-24, S0-58: the same code, with the client that it has."""
+    """The same code, with the client that it has."""
     await shop.orders.save(PlaceOrder("at-once", "chair", 1))
     await shop.client.set(shop.orders.key("taken"), "by something else")
 

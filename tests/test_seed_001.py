@@ -260,8 +260,11 @@ def command() -> Message:
 # -- the two ways --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(
+    "G7", "G8", "F-01", "F-16", "F-18", "S1-01", "S1-03", "S1-06", "S1-14", "S1-24", "S1-42", "S1-43"
+)
 async def test_the_sixteen_steps_of_a_new_message(shop: Shop, command: Message) -> None:
-    """S1-01, S1-03, S1-06, S1-14, S1-24, S1-42, S1-43, F-01, F-16, F-18, G7, G8: in this order, on every database."""
+    """In this order, on every database."""
     await shop.receive(command, "12. Acking: ack")
 
     assert shop.steps == [
@@ -297,8 +300,9 @@ async def test_the_sixteen_steps_of_a_new_message(shop: Shop, command: Message) 
     assert [row.status for row in shop.site.rows("default")] == ["delivered"]
 
 
+@pytest.mark.requirement("G7", "G8", "S1-15", "S1-20", "S1-42", "S1-43")
 async def test_the_way_of_a_message_that_arrives_again(shop: Shop, command: Message) -> None:
-    """S1-15, S1-20, S1-42, S1-43, G7, G8: no handler, no output, no error, and it is acknowledged."""
+    """No handler, no output, no error, and it is acknowledged."""
     await shop.receive(command, "12. Acking: ack")
     shop.steps.clear()
     before = shop.committed()
@@ -319,8 +323,9 @@ async def test_the_way_of_a_message_that_arrives_again(shop: Shop, command: Mess
     assert [event for event in shop.seen if isinstance(event, events.HandlingFailed)] == []
 
 
+@pytest.mark.requirement("S1-31")
 async def test_what_is_not_published_is_taken_in_order_and_so_many_at_a_time(shop: Shop) -> None:
-    """S1-31: by the order in which it was added, up to a limit, and never what is published."""
+    """By the order in which it was added, up to a limit, and never what is published."""
     outbox = shop.store.outbox()
     with shop.site.connection() as connection:
         added = [outbox.add(connection, {"n": n}, topic="order-events").id for n in range(5)]
@@ -338,8 +343,9 @@ async def test_what_is_not_published_is_taken_in_order_and_so_many_at_a_time(sho
     ]
 
 
+@pytest.mark.requirement("S1-05", "S1-39", "S1-43")
 async def test_old_rows_go_from_both_tables_and_what_is_not_published_stays(shop: Shop, command: Message) -> None:
-    """S1-05, S1-39, S1-43: the inbox forgets by age, the outbox only what was published."""
+    """The inbox forgets by age, the outbox only what was published."""
     forgetful = shop.store.inbox(SERVICE, retention=NO_TIME)
     transactions = shop.store.transactions()
     await shop.receive(command, "acknowledged")
@@ -352,8 +358,9 @@ async def test_old_rows_go_from_both_tables_and_what_is_not_published_stays(shop
     assert shop.committed() == (0, 1, 0)
 
 
+@pytest.mark.requirement("S1-04", "S1-12", "S1-43")
 async def test_nothing_is_created_unless_somebody_asks_for_it(shop: Shop, command: Message) -> None:
-    """S1-04, S1-12, S1-43: without its tables a message is not handled, not acknowledged, and no table comes about."""
+    """Without its tables a message is not handled, not acknowledged, and no table comes about."""
     with shop.site.connection() as connection:
         for table in ("postroom_inbox_processed", "postroom_inbox"):
             kind = "VIEW" if table.endswith("processed") else "TABLE"
@@ -428,8 +435,11 @@ async def forward(deliveries: OutboxSubscriber, broker: MemoryBroker) -> None:
             await delivery.ack()
 
 
+@pytest.mark.requirement(
+    "S1-02", "S1-04", "S1-05", "S1-09", "S1-13", "S1-22", "S1-29", "S1-30", "S1-38", "S1-39", "S1-43"
+)
 async def test_the_set_up_of_the_document_line_by_line(shop: Shop, command: Message) -> None:
-    """S1-02, S1-04, S1-05, S1-09, S1-13, S1-22, S1-29, S1-30, S1-38, S1-39, S1-43: with the names that it gives.
+    """With the names that it gives.
 
     The tables are made of imported text, the middlewares are registered one by one in the document's order, the
     adapter finds the transaction, the outbox is read as a stream, and both tables are cleaned.

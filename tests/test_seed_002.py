@@ -154,8 +154,9 @@ async def chat(request: pytest.FixtureRequest) -> AsyncIterator[Chat]:
 # -- Operation Commit Enqueues Outbox Row ------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S2-22", "S2-48")
 async def test_an_operation_that_commits_enqueues_exactly_one_event(chat: Chat) -> None:
-    """S2-22, S2-48: and who loses an idempotency race observes "already enqueued"."""
+    """And who loses an idempotency race observes "already enqueued"."""
     first = chat.finalize()
     again = chat.enqueue_again()
 
@@ -165,16 +166,18 @@ async def test_an_operation_that_commits_enqueues_exactly_one_event(chat: Chat) 
     assert chat.states() == [("pending", 0)]
 
 
+@pytest.mark.requirement("S2-21")
 async def test_an_operation_that_fails_leaves_neither_side_effect_nor_event(chat: Chat) -> None:
-    """S2-21: the described side effects and outbox insertion MUST both roll back."""
+    """The described side effects and outbox insertion MUST both roll back."""
     with pytest.raises(ConnectionError):
         chat.finalize(fails=True)
 
     assert (chat.count("turns"), chat.states()) == (0, [])
 
 
+@pytest.mark.requirement("S2-15")
 async def test_a_dedupe_key_of_another_tenant_is_an_error_and_no_row(chat: Chat) -> None:
-    """S2-15: when both are populated, the key begins with the tenant."""
+    """When both are populated, the key begins with the tenant."""
     with chat.site.connection() as connection, pytest.raises(TenantMismatchError):
         chat.outbox.add(connection, {}, topic=TOPIC, tenant_id=TENANT, dedupe_key="someone-else/turn-1/request-1")
 
@@ -184,8 +187,9 @@ async def test_a_dedupe_key_of_another_tenant_is_an_error_and_no_row(chat: Chat)
 # -- Outbox Dispatcher Publishes Events --------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S2-20", "S2-27")
 async def test_claim_publish_ack(chat: Chat) -> None:
-    """S2-20, S2-27: claim_batch leases to one worker; ack makes the row delivered, for good."""
+    """Claim_batch leases to one worker; ack makes the row delivered, for good."""
     chat.finalize()
 
     [claim] = await chat.claim_batch(claim_cfg(WORKER))
@@ -202,8 +206,9 @@ async def test_claim_publish_ack(chat: Chat) -> None:
     assert (lost, after, chat.states()) == ([], [], [("delivered", 1)])
 
 
+@pytest.mark.requirement("S2-40")
 async def test_a_worker_whose_lease_was_taken_over_cannot_ack(chat: Chat) -> None:
-    """S2-40: ack reports the loss, and nothing is nacked."""
+    """Ack reports the loss, and nothing is nacked."""
     chat.finalize()
     claims = await chat.claim_batch(claim_cfg(WORKER, lease=OVER))  # the worker crashes here
 
@@ -222,8 +227,9 @@ async def test_a_worker_whose_lease_was_taken_over_cannot_ack(chat: Chat) -> Non
     assert chat.states() == [("processing", 2)]
 
 
+@pytest.mark.requirement("S2-30", "S2-45")
 async def test_a_publish_that_fails_is_tried_again_and_then_dead(chat: Chat) -> None:
-    """S2-30, S2-45: nack returns the row to pending with its error; at max_attempts the dispatcher makes it dead."""
+    """Nack returns the row to pending with its error; at max_attempts the dispatcher makes it dead."""
     chat.finalize()
     seen: list[events.Event] = []
 
@@ -253,9 +259,10 @@ async def test_a_publish_that_fails_is_tried_again_and_then_dead(chat: Chat) -> 
 # -- Enforce Idempotent Publish Contract -------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S2-41", "S2-52")
 @pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
 async def test_downstream_processing_is_idempotent_on_the_dedupe_key(chat: Chat, mode: Mode) -> None:
-    """S2-41, S2-52: a second message of the same logical event has another id, and the same key."""
+    """A second message of the same logical event has another id, and the same key."""
     chat.finalize()
     await Dispatcher(chat.store, chat.broker).run(until_idle=True)
     [published] = chat.broker.received

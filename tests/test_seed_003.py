@@ -91,8 +91,9 @@ async def settle(shop: Shop, claim: Claim, outcome: Outcome) -> list[Claim]:
 # -- the methods of the document, in its order --------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-01", "S3-02", "S3-09", "S3-12", "S3-14", "S3-16", "S3-17", "S3-18")
 async def test_what_the_document_calls_persist_find_mark_sent_and_mark_failure(shop: Shop) -> None:
-    """S3-01, S3-02, S3-09, S3-12, S3-14, S3-16, S3-17, S3-18: each method of the document beside what it is here."""
+    """Each method of the document beside what it is here."""
     store, outbox, client = shop.store, shop.outbox, shop.client
     record, other = message(1), message(2)
 
@@ -126,8 +127,9 @@ async def test_what_the_document_calls_persist_find_mark_sent_and_mark_failure(s
     assert (await entry(shop, other.id)).status == "p"
 
 
+@pytest.mark.requirement("S3-22", "S3-24", "S3-25", "S3-26")
 async def test_what_the_document_calls_record_find_and_decide_expiry(shop: Shop) -> None:
-    """S3-22, S3-24, S3-25, S3-26: each method of the document beside what it is here."""
+    """Each method of the document beside what it is here."""
     decisions, client = Decisions(shop.outbox), shop.client
     entry_of = {"ticket": "t"}
 
@@ -155,9 +157,10 @@ async def test_what_the_document_calls_record_find_and_decide_expiry(shop: Shop)
 # -- one port for all stores -------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-01")
 @pytest.mark.parametrize("store", STORES)
 def test_every_store_has_the_one_port_and_keeps_its_contract(store: type[Store]) -> None:
-    """S3-01: what the seed calls persist, find, mark sent and mark failed is add, claim and settle, everywhere."""
+    """What the seed calls persist, find, mark sent and mark failed is add, claim and settle, everywhere."""
     port = {name: part for name, part in vars(Store).items() if inspect.iscoroutinefunction(part)}
     suites = [
         name
@@ -173,10 +176,11 @@ def test_every_store_has_the_one_port_and_keeps_its_contract(store: type[Store])
     assert suites
 
 
+@pytest.mark.requirement("S3-01", "S3-02")
 async def test_a_store_says_whether_adding_needs_a_transaction_and_one_that_does_refuses(
     shop: Shop, sqlite_path: Path
 ) -> None:
-    """S3-01, S3-02: no transaction is needed here, since one script is all or nothing; SQL needs one."""
+    """No transaction is needed here, since one script is all or nothing; SQL needs one."""
     sql = SQLiteStore(sqlite_path)
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         SQLiteStore.create_tables(connection)
@@ -189,8 +193,9 @@ async def test_a_store_says_whether_adding_needs_a_transaction_and_one_that_does
     assert added.is_new
 
 
+@pytest.mark.requirement("S3-04")
 async def test_every_change_is_one_script(shop: Shop) -> None:
-    """S3-04: of what reaches the server about a namespace, nothing but scripts writes."""
+    """Of what reaches the server about a namespace, nothing but scripts writes."""
     decisions = Decisions(shop.outbox)
     async with shop.client.monitor() as monitor:
         await shop.add(message(1, key="a"), message(2, dedupe_key="x"))
@@ -226,8 +231,9 @@ async def _words_until_echo(monitor: Any, table: str) -> AsyncIterator[str]:  # 
 # -- entries -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-08", "S3-11")
 async def test_a_fresh_entry_is_pending_and_due_now_by_the_clock_of_the_server(shop: Shop) -> None:
-    """S3-08, S3-11: whatever the clock of the one that adds it says; one with a delay is due later."""
+    """Whatever the clock of the one that adds it says; one with a delay is due later."""
     await shop.add(one := message(1))
     [later] = await shop.outbox.add(shop.client, [message(2)], delay=MINUTE)
     assert later.id is not None
@@ -241,8 +247,9 @@ async def test_a_fresh_entry_is_pending_and_due_now_by_the_clock_of_the_server(s
     assert [claim.message.id for claim in await shop.store.claim(10, TERMS)] == [one.id]
 
 
+@pytest.mark.requirement("S3-08")
 async def test_what_failed_comes_by_its_next_attempt_and_not_by_its_age(shop: Shop) -> None:
-    """S3-08: the oldest messages of a destination that is down must not be tried again and again before all others."""
+    """The oldest messages of a destination that is down must not be tried again and again before all others."""
     await shop.add(old := message(1))
     await settle(shop, await claim_one(shop), Retry("down", MINUTE))
     await shop.add(young := message(2))
@@ -253,8 +260,9 @@ async def test_what_failed_comes_by_its_next_attempt_and_not_by_its_age(shop: Sh
     assert (await entry(shop, old.id)).due_in > 0
 
 
+@pytest.mark.requirement("S3-09")
 async def test_a_batch_is_what_is_due_and_no_more_than_asked_for_the_oldest_due_first(shop: Shop) -> None:
-    """S3-09: by when it was due, which is not when it was added."""
+    """By when it was due, which is not when it was added."""
     now = datetime.now(UTC)
     for number, hours in enumerate((1, 3, 2, -1, 4)):
         await shop.outbox.add(shop.client, message(number), due_at=now - timedelta(hours=hours))
@@ -264,16 +272,18 @@ async def test_a_batch_is_what_is_due_and_no_more_than_asked_for_the_oldest_due_
     assert [set(batch) for batch in batches] == [{4, 1, 2}, {0}, set()]
 
 
+@pytest.mark.requirement("S3-13")
 async def test_an_event_that_cannot_be_encoded_is_told_and_nothing_is_stored(shop: Shop) -> None:
-    """S3-13: before anything is sent."""
+    """Before anything is sent."""
     with pytest.raises(EncodeError):
         await shop.outbox.add(shop.client, {"what": object()}, topic="orders")
 
     assert await shop.client.keys(f"{shop.table}*") == []
 
 
+@pytest.mark.requirement("S3-14", "S3-15")
 async def test_what_was_delivered_says_when_and_is_nowhere_else(shop: Shop) -> None:
-    """S3-14, S3-15: its last error is gone; a second word is no loss if it says the same, and lost if it does not."""
+    """Its last error is gone; a second word is no loss if it says the same, and lost if it does not."""
     await shop.add(one := message(1))
     await settle(shop, await claim_one(shop), Retry("not yet"))
     failed = await entry(shop, one.id)
@@ -293,8 +303,9 @@ return { string.format('%.0f', read(id)[CHANGED]), string.format('%.0f', redis.c
 """
 
 
+@pytest.mark.requirement("S3-14")
 async def test_when_a_message_was_delivered_is_stored_by_the_clock_of_the_server(shop: Shop) -> None:
-    """S3-14: the time of the document's sentAt, in the entry and in the index that the purge goes by."""
+    """The time of the document's sentAt, in the entry and in the index that the purge goes by."""
     await shop.add(one := message(1))
     claim = await claim_one(shop)
     before = await shop.store.clock()
@@ -310,8 +321,9 @@ async def test_when_a_message_was_delivered_is_stored_by_the_clock_of_the_server
     assert await shop.store.purge(older_than=timedelta(0)) == 1
 
 
+@pytest.mark.requirement("S3-16")
 async def test_a_failure_is_recorded_once_and_only_of_what_is_out(shop: Shop) -> None:
-    """S3-16: attempts, error and next attempt; a claim that somebody else holds by now changes nothing."""
+    """Attempts, error and next attempt; a claim that somebody else holds by now changes nothing."""
     await shop.add(one := message(1))
     first = await claim_one(shop)
 
@@ -327,8 +339,9 @@ async def test_a_failure_is_recorded_once_and_only_of_what_is_out(shop: Shop) ->
     assert (await entry(shop, one.id)).error == "no answer"
 
 
+@pytest.mark.requirement("S3-20")
 async def test_an_entry_is_known_by_its_id_alone(shop: Shop) -> None:
-    """S3-20: key, topic and tenant of a claim are there to be read, and decide nothing when it is settled."""
+    """Key, topic and tenant of a claim are there to be read, and decide nothing when it is settled."""
     await shop.add(one := message(1, key="a"), two := message(2, key="a"), message(3, key="b"))
     [first, *others] = await shop.store.claim(10, TERMS)
     told = replace(first, message=replace(first.message, key="b", topic="other", tenant_id=uuid4()))
@@ -362,11 +375,12 @@ async def refuse(message: Message) -> object:
     raise ValueError("no")
 
 
+@pytest.mark.requirement("S3-16", "S3-19")
 @pytest.mark.parametrize(("failures", "minutes"), [(0, 1), (1, 2), (2, 4), (3, 5), (9, 5)])
 async def test_a_wait_doubles_with_the_attempts_that_are_stored_up_to_its_limit(
     shop: Shop, failures: int, minutes: int
 ) -> None:
-    """S3-16, S3-19: whoever failed before; it is the server that adds it to its own time."""
+    """Whoever failed before; it is the server that adds it to its own time."""
     told: list[Event] = []
     await shop.add(one := message(1))
     for _ in range(failures):
@@ -382,8 +396,9 @@ async def test_a_wait_doubles_with_the_attempts_that_are_stored_up_to_its_limit(
     assert minutes * 60 - 50 < stored.due_in <= minutes * 60
 
 
+@pytest.mark.requirement("S3-17", "S3-18", "S3-28")
 async def test_a_message_without_attempts_left_is_parked_counted_and_never_deleted(shop: Shop) -> None:
-    """S3-17, S3-18, S3-28: until somebody has it tried again."""
+    """Until somebody has it tried again."""
     told: list[Event] = []
     await shop.add(one := message(1))
 
@@ -400,8 +415,9 @@ async def test_a_message_without_attempts_left_is_parked_counted_and_never_delet
     assert [claim.message.attempt for claim in await shop.store.claim(10, TERMS)] == [1]
 
 
+@pytest.mark.requirement("S3-12", "S3-28")
 async def test_what_was_added_repeated_and_parked_is_counted_for_ever(shop: Shop) -> None:
-    """S3-12, S3-28: whichever way it was added; what is delivered and purged is not counted less."""
+    """Whichever way it was added; what is delivered and purged is not counted less."""
     one, two = message(1), message(2, dedupe_key="x")
     none = await shop.store.counters()
     await shop.add(one, two, one)
@@ -423,10 +439,11 @@ async def test_what_was_added_repeated_and_parked_is_counted_for_ever(shop: Shop
     assert counted == Counters(added=4, duplicates=2, died=1, mended=0, orphans=0)
 
 
+@pytest.mark.requirement("S3-12")
 async def test_a_duplicate_is_logged_at_debug_level_by_id_and_topic_alone(
     shop: Shop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S3-12: what it says, and under which dedupe key, may be about a person."""
+    """What it says, and under which dedupe key, may be about a person."""
     person = "ada@example.com"
     one, two = message(1), message(2, dedupe_key=person)
     caplog.set_level(logging.DEBUG, logger="postroom")
@@ -442,9 +459,10 @@ async def test_a_duplicate_is_logged_at_debug_level_by_id_and_topic_alone(
     assert not any(person in str(vars(record)) for record in caplog.records)
 
 
+@pytest.mark.requirement("S3-12")
 @pytest.mark.parametrize("kind", ["sqlite", "memory"])
 def test_a_duplicate_is_logged_by_the_other_stores_too(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """S3-12: one message or several of one call, in the transaction of the caller."""
+    """One message or several of one call, in the transaction of the caller."""
     caplog.set_level(logging.DEBUG, logger="postroom")
     one, two, outbox, memory = message(1), message(2), Outbox(), MemoryStore()
     with closing(sqlite3.connect(":memory:")) as connection:
@@ -462,8 +480,9 @@ def test_a_duplicate_is_logged_by_the_other_stores_too(kind: str, caplog: pytest
     ]
 
 
+@pytest.mark.requirement("S3-21")
 async def test_one_store_serves_many_at_once(shop: Shop) -> None:
-    """S3-21: it keeps nothing of one call for another, so that each message goes to one of them."""
+    """It keeps nothing of one call for another, so that each message goes to one of them."""
     await asyncio.gather(*(shop.add(*(message(number) for _ in range(5))) for number in range(20)))
 
     async def work() -> list[UUID]:
@@ -492,8 +511,9 @@ async def mute(shop: Shop) -> AsyncIterator[redis.asyncio.Redis]:
     await shop.client.acl_deluser(name)
 
 
+@pytest.mark.requirement("S3-03")
 async def test_a_message_whose_hint_is_lost_is_found_by_the_next_look(shop: Shop, mute: redis.asyncio.Redis) -> None:
-    """S3-03: the hint is for speed alone; the poll is what counts."""
+    """The hint is for speed alone; the poll is what counts."""
     broker = MemoryBroker()
     async with (
         running(Dispatcher(shop.store, broker, poll_interval=SECOND / 10)),
@@ -531,8 +551,9 @@ class Counting:
         return await self.broker.publish_batch(messages)
 
 
+@pytest.mark.requirement("S3-03")
 async def test_hints_do_not_press_a_destination_that_is_down(shop: Shop) -> None:
-    """S3-03: its breaker keeps the hot path away from it, and from it alone; no attempt is used up meanwhile."""
+    """Its breaker keeps the hot path away from it, and from it alone; no attempt is used up meanwhile."""
     counting, told = Counting(), list[Event]()
     counting.broker.down("slow")
     dispatcher = Dispatcher(
@@ -556,8 +577,9 @@ async def test_hints_do_not_press_a_destination_that_is_down(shop: Shop) -> None
     assert (await shop.store.stats()).pending == 6
 
 
+@pytest.mark.requirement("S3-03")
 async def test_a_destination_that_comes_back_is_found_by_one_message_and_then_gets_all(shop: Shop) -> None:
-    """S3-03: in their order, and each on its first attempt."""
+    """In their order, and each on its first attempt."""
     counting, told = Counting(), list[Event]()
     counting.broker.down()
     dispatcher = Dispatcher(
@@ -577,8 +599,9 @@ async def test_a_destination_that_comes_back_is_found_by_one_message_and_then_ge
 # -- scripts of the user's own -----------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S3-02", "S3-04")
 async def test_the_pattern_of_a_script_with_messages_works_as_printed(valkey_server: ValkeyClient) -> None:
-    """S3-02, S3-04: what it looks at, what it writes and the message are one step."""
+    """What it looks at, what it writes and the message are one step."""
     namespace = f"ns-{uuid4().hex}"
     [snippet] = [one for one in snippets("docs/patterns.md") if "scripted" in one]
     async with client_of(valkey_server.dsn) as client:
@@ -604,8 +627,9 @@ redis.call('SET', KEYS[1], ARGV[2])
 return added -- with a comment at its end"""
 
 
+@pytest.mark.requirement("S3-04")
 async def test_a_script_has_its_own_keys_and_arguments_and_decides_whether_to_add(shop: Shop) -> None:
-    """S3-04: also in a pipeline, and what is there already is told."""
+    """Also in a pipeline, and what is there already is told."""
     own, one, two = f"{shop.keys.prefix}:own", message(1), message(2)
 
     def call(*arguments: str) -> list[Any]:
@@ -626,8 +650,9 @@ async def test_a_script_has_its_own_keys_and_arguments_and_decides_whether_to_ad
     assert await shop.store.repair() == 0
 
 
+@pytest.mark.requirement("S3-06")
 async def test_a_script_with_messages_writes_nothing_where_they_cannot_be_stored(shop: Shop) -> None:
-    """S3-06: neither beside a key of another type nor with one topic too many."""
+    """Neither beside a key of another type nor with one topic too many."""
     own = f"{shop.keys.prefix}:own"
     call = scripted(shop.outbox, ADD, message(1), keys=[own], arguments=["go", "1"])
     hasty = scripted(shop.outbox, "redis.call('SET', KEYS[1], '1') return add_messages()", message(1), keys=[own])
@@ -645,8 +670,9 @@ async def test_a_script_with_messages_writes_nothing_where_they_cannot_be_stored
     assert await shop.client.keys(f"{shop.table}*") == []
 
 
+@pytest.mark.requirement("S3-03")
 async def test_a_script_with_messages_wakes_a_dispatcher(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3-03: like all others."""
+    """Like all others."""
 
     async def add(added: Message) -> None:
         await shop.client.eval(*scripted(shop.outbox, "return add_messages()", added))
@@ -654,8 +680,9 @@ async def test_a_script_with_messages_wakes_a_dispatcher(shop: Shop, monkeypatch
     await deliver_by_hints(shop, add, monkeypatch)
 
 
+@pytest.mark.requirement("S3-04")
 def test_a_script_takes_so_many_messages_and_no_stream() -> None:
-    """S3-04: scripts are bounded."""
+    """Scripts are bounded."""
     with pytest.raises(ConfigurationError, match="too many for one script"):
         scripted(Outbox(), ADD, [message(1)] * 501)
     with pytest.raises(ConfigurationError, match="use the outbox of a RedisStore"):

@@ -168,8 +168,9 @@ async def service(postgres_dsn: str) -> AsyncIterator[Service]:
 # -- what the document says of it ------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("S4-10", "S4-11", "S4-18")
 async def test_the_usage_example_works_as_it_is_written(service: Service) -> None:
-    """S4-10, S4-11, S4-18: with the document's configuration as it is, an order is stored and its event published."""
+    """With the document's configuration as it is, an order is stored and its event published."""
     async with service.processing(presets.MODERATE):
         await service.create(1)
         await service.until_counts(delivered=1)
@@ -181,8 +182,9 @@ async def test_the_usage_example_works_as_it_is_written(service: Service) -> Non
     assert await service.pool.fetchval("SELECT count(*) FROM orders") == 1
 
 
+@pytest.mark.requirement("S4-18", "S4-20")
 async def test_database_rolled_back_message_not_stored_wont_be_published(service: Service) -> None:
-    """S4-18, S4-20: both succeed or both fail."""
+    """Both succeed or both fail."""
     await service.create(1)
     with pytest.raises(asyncpg.UniqueViolationError):
         await service.create(1)
@@ -193,8 +195,9 @@ async def test_database_rolled_back_message_not_stored_wont_be_published(service
     assert await service.counts() == {"pending": 0, "delivered": 1, "dead": 0}
 
 
+@pytest.mark.requirement("S4-14", "S4-15", "S4-16")
 async def test_publish_failed_automatic_retry(service: Service) -> None:
-    """S4-14, S4-15, S4-16: attempts and the last error are recorded; once published it is marked, and won't retry."""
+    """Attempts and the last error are recorded; once published it is marked, and won't retry."""
     service.client.refuses = 2
     async with service.processing():
         await service.create(1)
@@ -210,8 +213,9 @@ async def test_publish_failed_automatic_retry(service: Service) -> None:
     assert [failure.error for failure in failures] == ["ValueError: the broker refuses the message"] * 2
 
 
+@pytest.mark.requirement("S4-10", "S4-14")
 async def test_max_retries_exceeded(service: Service) -> None:
-    """S4-10, S4-14: after ten publish attempts a message is marked as failed, and is not published any more."""
+    """After ten publish attempts a message is marked as failed, and is not published any more."""
     service.client.refuses = 10
     async with service.processing():
         await service.create(1)
@@ -225,8 +229,9 @@ async def test_max_retries_exceeded(service: Service) -> None:
     assert service.client.orders == [2]
 
 
+@pytest.mark.requirement("S4-20")
 async def test_broker_down_messages_accumulate_in_outbox(service: Service) -> None:
-    """S4-20: automatic retry when the broker recovers; the outage spends no attempt."""
+    """Automatic retry when the broker recovers; the outage spends no attempt."""
     service.client.is_down = True
     async with service.processing():
         for number in range(1, 6):
@@ -241,8 +246,9 @@ async def test_broker_down_messages_accumulate_in_outbox(service: Service) -> No
     assert await service.pool.fetchval("SELECT max(attempts) FROM postroom_outbox") == 1
 
 
+@pytest.mark.requirement("S4-12", "S4-20")
 async def test_application_crashes_processor_resumes_on_restart(service: Service) -> None:
-    """S4-12, S4-20: the outbox is in the database, and a new processor finds what the last one left."""
+    """The outbox is in the database, and a new processor finds what the last one left."""
     service.client.is_down = True
     crashing = asyncio.create_task(service.processor().run())
     await service.create(1)
@@ -257,8 +263,9 @@ async def test_application_crashes_processor_resumes_on_restart(service: Service
     assert service.client.orders == [1]
 
 
+@pytest.mark.requirement("S4-09", "S4-10")
 async def test_cleanup_removes_published_messages_older_than_24_hours(service: Service) -> None:
-    """S4-09, S4-10: those that are younger stay, and so does everything that was not published."""
+    """Those that are younger stay, and so does everything that was not published."""
     for number in (1, 2):
         await service.create(number)
     await service.processor().run(until_idle=True)
@@ -280,8 +287,9 @@ async def test_cleanup_removes_published_messages_older_than_24_hours(service: S
     assert sorted(event["id"] for event in payloads) == [2, 3]
 
 
+@pytest.mark.requirement("S4-01")
 async def test_monitoring(service: Service) -> None:
-    """S4-01: ``stats()`` shows what waits, for how long, and what was published or failed."""
+    """``stats()`` shows what waits, for how long, and what was published or failed."""
     await service.create(1)
     waiting = await service.store.stats()
     await service.processor().run(until_idle=True)

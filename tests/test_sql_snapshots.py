@@ -162,9 +162,10 @@ def rendered(schema: Schema) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+@pytest.mark.requirement("S1-09")
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_sql_is_what_was_reviewed(name: str) -> None:
-    """S1-09: schema and statements are there to be read, and to be pasted."""
+    """Schema and statements are there to be read, and to be pasted."""
     path = FOLDER / f"{name}.sql"
     now = rendered(SCHEMAS[name])
     if os.environ.get("UPDATE_SQL"):
@@ -175,9 +176,10 @@ def test_the_sql_is_what_was_reviewed(name: str) -> None:
     assert now == reviewed, "the SQL has changed: run `make sql` and look at the difference"
 
 
+@pytest.mark.requirement("S1-11")
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_no_value_is_ever_part_of_the_sql(name: str) -> None:
-    """S1-11: only checked identifiers are rendered, so nothing in a message can become SQL."""
+    """Only checked identifiers are rendered, so nothing in a message can become SQL."""
     canary = "canary'); DROP TABLE"
     message = Message(
         id=ID, topic=canary, type=canary, key=canary, payload=canary.encode(), dedupe_key=canary, headers={"a": canary}

@@ -95,8 +95,9 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.requirement("G4", "S2-32", "S2-49")
 def test_processes_that_claim_from_one_sqlite_file_share_it_without_any_being_locked_out(sqlite_path: Path) -> None:
-    """S2-32, S2-49, G4: every writer waits for its turn, and no message is claimed twice."""
+    """Every writer waits for its turn, and no message is claimed twice."""
     fill(sqlite_path, 240)
     pipe = subprocess.PIPE
     with ExitStack() as stack:
@@ -123,8 +124,9 @@ def test_processes_that_claim_from_one_sqlite_file_share_it_without_any_being_lo
     assert set(claimed.values()) == {1}
 
 
+@pytest.mark.requirement("G4", "S2-32")
 async def test_stores_of_one_process_claim_from_one_sqlite_file_at_once(sqlite_path: Path) -> None:
-    """S2-32, G4: also from several threads, which is what each store has one of."""
+    """Also from several threads, which is what each store has one of."""
     fill(sqlite_path, 200)
     stores = [SQLiteStore(sqlite_path, timeout=timedelta(seconds=60)) for _ in range(8)]
 
@@ -148,8 +150,9 @@ async def test_a_sqlite_commit_survives_the_loss_of_power(sqlite_path: Path) -> 
     assert (journal, flushed) == ("wal", 2)
 
 
+@pytest.mark.requirement("G11")
 async def test_a_sqlite_file_that_stays_locked_is_contention_within_the_timeout(sqlite_path: Path) -> None:
-    """G11: a writer that never ends keeps nobody waiting for ever."""
+    """A writer that never ends keeps nobody waiting for ever."""
     fill(sqlite_path, 1)
     store = SQLiteStore(sqlite_path, timeout=timedelta(seconds=6))
     await store.open()
@@ -186,8 +189,9 @@ async def test_a_slow_sqlite_statement_is_interrupted_by_its_own_timeout_alone(s
     await driver.close()
 
 
+@pytest.mark.requirement("G4", "G11")
 async def test_a_cancelled_sqlite_call_happens_whole_or_not_at_all(sqlite_path: Path) -> None:
-    """G4, G11: the store can be used on, and every message is still claimed once."""
+    """The store can be used on, and every message is still claimed once."""
     fill(sqlite_path, 100)
     store = SQLiteStore(sqlite_path)
     await store.open()
@@ -218,8 +222,9 @@ async def leaving_the_file_closed(path: Path) -> AsyncIterator[None]:
     assert not path.with_name(f"{path.name}-wal").exists()
 
 
+@pytest.mark.requirement("S4-12")
 async def test_a_cancelled_opening_of_a_sqlite_file_closes_it_without_waiting_for_its_thread(sqlite_path: Path) -> None:
-    """S4-12: the thread waits for a lock, and the caller, who has nothing to close, does not wait for the thread."""
+    """The thread waits for a lock, and the caller, who has nothing to close, does not wait for the thread."""
     fill(sqlite_path, 1)
     store = SQLiteStore(sqlite_path, timeout=timedelta(minutes=10))
     async with leaving_the_file_closed(sqlite_path):
@@ -240,8 +245,9 @@ async def test_a_cancelled_opening_of_a_sqlite_file_closes_it_without_waiting_fo
     await store.close()
 
 
+@pytest.mark.requirement("S4-12")
 async def test_a_sqlite_file_is_closed_whenever_its_opening_is_cancelled(sqlite_path: Path) -> None:
-    """S4-12: before the thread begins, while it connects, and when it is done."""
+    """Before the thread begins, while it connects, and when it is done."""
     fill(sqlite_path, 1)
     moments: tuple[Moment, ...] = ("waiting", "answered")
     for moment in moments:
@@ -253,8 +259,9 @@ async def test_a_sqlite_file_is_closed_whenever_its_opening_is_cancelled(sqlite_
                     await store.close()
 
 
+@pytest.mark.requirement("S4-12")
 async def test_a_sqlite_file_whose_opening_fails_is_closed(sqlite_path: Path) -> None:
-    """S4-12: it has no tables, so that there is nothing to work with."""
+    """It has no tables, so that there is nothing to work with."""
     with closing(sqlite3.connect(sqlite_path)) as connection:
         connection.execute("CREATE TABLE other (id int)")
     store = SQLiteStore(sqlite_path)
@@ -410,10 +417,11 @@ def driver(request: pytest.FixtureRequest) -> Literal["asyncpg", "psycopg"]:
     return name
 
 
+@pytest.mark.requirement("G11")
 async def test_a_hundred_hints_at_once_are_one_notification(
     postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]
 ) -> None:
-    """G11: NOTIFY takes a lock that all commits share, so hints are gathered."""
+    """NOTIFY takes a lock that all commits share, so hints are gathered."""
     async with hinting(postgres_dsn, driver) as (store, heard):
         for _ in range(100):
             store.notify()
@@ -460,16 +468,18 @@ async def test_a_store_that_is_opened_again_sends_hints_again(postgres_dsn: str)
     await store.close()
 
 
+@pytest.mark.requirement("G2")
 @pytest.mark.parametrize("text", ["abc", "0x" + "0" * 30, "0" * 31 + "_", " " + "0" * 31, "0" * 33])
 def test_a_text_that_is_no_id_is_not_taken_for_one(text: str) -> None:
-    """G2: published under an invented id, a row could never be settled."""
+    """Published under an invented id, a row could never be settled."""
     with pytest.raises(ValueError, match=r"no id|non-hexadecimal"):
         SQLite(Names()).to_uuid(text)
 
 
+@pytest.mark.requirement("G2")
 @pytest.mark.parametrize("trickling", ["with a key", "without one"])
 async def test_a_trickle_of_messages_starves_no_others(postgres_dsn: str, trickling: str) -> None:
-    """G2: every claim finds something new of the one kind, and still the other kind has its turn."""
+    """Every claim finds something new of the one kind, and still the other kind has its turn."""
     store = PostgresStore(postgres_dsn)
     await store.apply_schema()
     await store.open()
@@ -488,10 +498,11 @@ async def test_a_trickle_of_messages_starves_no_others(postgres_dsn: str, trickl
     assert waiting.id in claimed
 
 
+@pytest.mark.requirement("G11")
 async def test_a_hint_before_open_is_a_warning_once_and_after_close_is_dropped(
     postgres_dsn: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """G11: nothing connects again behind the back of a store that was closed."""
+    """Nothing connects again behind the back of a store that was closed."""
     store = PostgresStore(postgres_dsn)
     for _ in range(3):
         store.notify()
@@ -546,10 +557,11 @@ def _hinted(store: PostgresStore, woken: list[str]) -> bool:
     return len(woken) >= 2
 
 
+@pytest.mark.requirement("G11")
 async def test_listening_can_be_cancelled_and_leaves_no_session(
     postgres_dsn: str, driver: Literal["asyncpg", "psycopg"]
 ) -> None:
-    """G11: the connection that listens is closed with it."""
+    """The connection that listens is closed with it."""
     url = urlsplit(postgres_dsn)
     async with FaultProxy("127.0.0.1", url.port or 0) as proxy:
         store = PostgresStore(url._replace(netloc=f"{url.username}@127.0.0.1:{proxy.port}").geturl(), driver=driver)

@@ -132,11 +132,12 @@ STRICT = Outbox(strict_order=True)
 MANY: list[dict[str, int]] = [{"n": 1}, {"n": 2}]
 
 
+@pytest.mark.requirement("G6")
 @pytest.mark.parametrize("event", [{}, MANY], ids=["one", "many"])
 async def test_in_strict_order_a_key_waits_for_the_transaction_that_added_to_it_before(
     site: Site, event: object
 ) -> None:
-    """G6: so that the order of a key is the order of its commits."""
+    """So that the order of a key is the order of its commits."""
     async with site.transaction() as first:
         await STRICT.add(first, event, topic="t", key="k", type="first")
         second = asyncio.create_task(add_and_commit(site, STRICT, event=event, topic="t", key="k", type="second"))
@@ -149,8 +150,9 @@ async def test_in_strict_order_a_key_waits_for_the_transaction_that_added_to_it_
     assert await site.stored("type") == ["first"] * count + ["second"] * count
 
 
+@pytest.mark.requirement("G6")
 async def test_in_strict_order_seq_is_commit_order_also_when_the_first_adds_again(site: Site) -> None:
-    """G6: without the lock the second message of the first transaction would come after the other's."""
+    """Without the lock the second message of the first transaction would come after the other's."""
     async with site.transaction() as first:
         await STRICT.add(first, {}, topic="t", key="k", type="first")
         second = asyncio.create_task(add_and_commit(site, STRICT, topic="t", key="k", type="second"))
@@ -161,8 +163,9 @@ async def test_in_strict_order_seq_is_commit_order_also_when_the_first_adds_agai
     assert await site.stored("type") == ["first", "first again", "second"]
 
 
+@pytest.mark.requirement("G6")
 async def test_in_strict_order_other_keys_and_no_key_do_not_wait(site: Site) -> None:
-    """G6: a busy key holds back itself alone."""
+    """A busy key holds back itself alone."""
     async with site.transaction() as first:
         await STRICT.add(first, {}, topic="t", key="k")
         await asyncio.wait_for(add_and_commit(site, STRICT, topic="other-key", key="l"), 20)
@@ -172,8 +175,9 @@ async def test_in_strict_order_other_keys_and_no_key_do_not_wait(site: Site) -> 
     assert await site.stored() == ["t", "other-key", "other-topic", "no-key"]
 
 
+@pytest.mark.requirement("G6")
 async def test_without_strict_order_nobody_waits_and_seq_may_differ_from_commit_order(site: Site) -> None:
-    """G6: the default, for producers that are serialised by a lock of their own or need no order."""
+    """The default, for producers that are serialised by a lock of their own or need no order."""
     async with site.transaction() as first:
         await Outbox().add(first, {}, topic="committed-last", key="k")
         await asyncio.wait_for(add_and_commit(site, Outbox(), topic="committed-first", key="k"), 20)
@@ -181,8 +185,9 @@ async def test_without_strict_order_nobody_waits_and_seq_may_differ_from_commit_
     assert await site.stored() == ["committed-last", "committed-first"]
 
 
+@pytest.mark.requirement("G6")
 async def test_transactions_that_add_the_same_keys_crosswise_do_not_deadlock(site: Site) -> None:
-    """G6: the locks of one add are taken in one order, whatever the order of the messages."""
+    """The locks of one add are taken in one order, whatever the order of the messages."""
 
     async def add(keys: list[str]) -> None:
         messages = [STRICT.prepare({}, topic="t", key=key).message for key in keys]
@@ -196,8 +201,9 @@ async def test_transactions_that_add_the_same_keys_crosswise_do_not_deadlock(sit
     assert len(await site.stored()) == 4 * 5 * 8
 
 
+@pytest.mark.requirement("G6")
 async def test_an_add_of_several_statements_holds_no_lock_while_it_waits_for_one_that_comes_before(site: Site) -> None:
-    """G6: or two large adds, one the other way round, would each wait for what the other has locked."""
+    """Or two large adds, one the other way round, would each wait for what the other has locked."""
     numbers = {f"key-{n}": lock_number("default", "t", f"key-{n}") for n in range(20)}
     early = min(numbers, key=lambda key: (numbers[key] % _LOCKS, key))
     late = max(numbers, key=lambda key: (numbers[key] % _LOCKS * (numbers[key] > numbers[early]), key))
@@ -214,8 +220,9 @@ async def test_an_add_of_several_statements_holds_no_lock_while_it_waits_for_one
     assert len(await site.stored()) == 503
 
 
+@pytest.mark.requirement("G6")
 async def test_on_sqlite_there_is_one_writer_so_that_seq_is_commit_order(sqlite_path: Path) -> None:
-    """G6: the second transaction cannot even begin to write."""
+    """The second transaction cannot even begin to write."""
     store = SQLiteStore(sqlite_path)
     await store.apply_schema()
     await store.close()
@@ -235,8 +242,9 @@ async def test_on_sqlite_there_is_one_writer_so_that_seq_is_commit_order(sqlite_
 # -- one dedupe key --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G10", "S2-22", "S2-23", "S2-48")
 async def test_the_loser_of_a_race_waits_and_learns_that_it_was_there_already(site: Site) -> None:
-    """G10, S2-22, S2-23, S2-48: one row, and both know its id."""
+    """One row, and both know its id."""
     async with site.transaction() as first:
         winner = await Outbox().add(first, {"n": 1}, topic="t", dedupe_key="k")
         second = asyncio.create_task(add_and_commit(site, Outbox(), topic="t", dedupe_key="k"))
@@ -250,8 +258,9 @@ async def test_the_loser_of_a_race_waits_and_learns_that_it_was_there_already(si
     assert await site.stored() == ["t"]
 
 
+@pytest.mark.requirement("G10", "S2-22", "S2-23")
 async def test_if_the_first_of_a_race_rolls_back_the_second_is_added(site: Site) -> None:
-    """G10, S2-22, S2-23: "already there" is only ever said of what was committed."""
+    """Only what was committed counts as already there."""
     async with rolled_back(), site.transaction() as first:
         await Outbox().add(first, {"n": 1}, topic="t", dedupe_key="k")
         second = asyncio.create_task(add_and_commit(site, Outbox(), topic="t", dedupe_key="k"))
@@ -263,8 +272,9 @@ async def test_if_the_first_of_a_race_rolls_back_the_second_is_added(site: Site)
     assert await site.stored() == ["t"]
 
 
+@pytest.mark.requirement("G10", "S2-22", "S2-48")
 async def test_in_a_race_of_batches_each_message_is_stored_once(site: Site) -> None:
-    """G10, S2-22, S2-48: also where only some of them are there already."""
+    """Also where only some of them are there already."""
     outbox = Outbox()
 
     def batch(*keys: str) -> list[Any]:

@@ -88,8 +88,9 @@ async def pool(request: pytest.FixtureRequest, dsn: str) -> AsyncGenerator[Any]:
         yield opened
 
 
+@pytest.mark.requirement("G1", "S2-34", "S4-18")
 async def test_a_transaction_commits_and_wakes_once_after_it(pool: Any, dsn: str) -> None:  # noqa: ANN401
-    """G1, S2-34, S4-18: also when several messages were added."""
+    """Also when several messages were added."""
     bell = Bell()
     outbox = Outbox(wake=bell)
 
@@ -104,8 +105,9 @@ async def test_a_transaction_commits_and_wakes_once_after_it(pool: Any, dsn: str
     assert await ask(dsn, "SELECT count(*) FROM business") == 1
 
 
+@pytest.mark.requirement("G1", "G3", "S1-27", "S2-21")
 async def test_an_error_rolls_back_and_wakes_nobody(pool: Any, dsn: str) -> None:  # noqa: ANN401
-    """G1, G3, S1-27, S2-21: and the connection can be used again."""
+    """And the connection can be used again."""
     bell = Bell()
     outbox = Outbox(wake=bell)
 
@@ -121,8 +123,9 @@ async def test_an_error_rolls_back_and_wakes_nobody(pool: Any, dsn: str) -> None
     assert (bell.rung, await stored(dsn)) == (1, 1)
 
 
+@pytest.mark.requirement("G12")
 async def test_a_commit_that_the_database_refuses_is_known_to_have_failed(pool: Any, dsn: str) -> None:  # noqa: ANN401
-    """G12: a rule that is checked by COMMIT is told as the library tells it."""
+    """A rule that is checked by COMMIT is told as the library tells it."""
     bell = Bell()
     outbox = Outbox(wake=bell)
 
@@ -134,8 +137,9 @@ async def test_a_commit_that_the_database_refuses_is_known_to_have_failed(pool: 
     assert (bell.rung, await stored(dsn)) == (0, 0)
 
 
+@pytest.mark.requirement("G1", "G12")
 async def test_an_error_that_was_caught_does_not_pass_for_a_commit(pool: Any, dsn: str) -> None:  # noqa: ANN401
-    """G1, G12: PostgreSQL answers the COMMIT of a failed transaction with ROLLBACK, and no library tells."""
+    """PostgreSQL answers the COMMIT of a failed transaction with ROLLBACK, and no library tells."""
     bell = Bell()
     outbox = Outbox(wake=bell)
 
@@ -159,8 +163,9 @@ class Silent(asyncpg.Connection):
         await super().execute(query, *args, timeout=timeout)
 
 
+@pytest.mark.requirement("G1", "G12")
 async def test_a_pool_whose_commits_cannot_be_heard_never_passes_a_failure_for_a_commit(postgres_dsn: str) -> None:
-    """G1, G12: what another pool's connections answer says nothing about this one's."""
+    """What another pool's connections answer says nothing about this one's."""
     bell = Bell()
     outbox = Outbox(wake=bell)
     plain = await asyncpg.create_pool(postgres_dsn, min_size=1, max_size=1)
@@ -179,8 +184,9 @@ async def test_a_pool_whose_commits_cannot_be_heard_never_passes_a_failure_for_a
     await silent.close()
 
 
+@pytest.mark.requirement("G12")
 async def test_a_connection_that_breaks_before_the_commit_is_no_unknown_outcome(pool: Any, dsn: str) -> None:  # noqa: ANN401
-    """G12: nothing was stored, since COMMIT was not sent."""
+    """Nothing was stored, since COMMIT was not sent."""
     bell = Bell()
     outbox = Outbox(wake=bell)
 
@@ -232,6 +238,7 @@ async def add_what_a_hook_refuses(session: AsyncSession, hook: str) -> None:
     session.add(Order(id=2, name="x"))
 
 
+@pytest.mark.requirement("G12")
 @pytest.mark.parametrize(
     ("work", "error"),
     [
@@ -245,7 +252,7 @@ async def add_what_a_hook_refuses(session: AsyncSession, hook: str) -> None:
 async def test_what_fails_before_the_commit_is_told_as_it_is(
     kind: str, dsn: str, work: Callable[[AsyncSession], Awaitable[None]], error: type[Exception]
 ) -> None:
-    """G12: a flush that fails, or a hook of the service, has stored nothing, and there is nothing to find out."""
+    """A flush that fails, or a hook of the service, has stored nothing, and there is nothing to find out."""
     await ask(dsn, "CREATE TABLE orders (id int PRIMARY KEY, version int NOT NULL, name text NOT NULL)")
     await ask(dsn, "INSERT INTO orders VALUES (1, 1, 'a')")
     bell = Bell()
@@ -301,10 +308,11 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         writer.write(data)
 
 
+@pytest.mark.requirement("G12")
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_commit_without_an_answer_is_called_unknown(kind: str, moment: Moment, dsn: str) -> None:
-    """G12: from the outside both look alike, and the error says how to find out."""
+    """From the outside both look alike, and the error says how to find out."""
     cutter, bell = Cutter(dsn, moment), Bell()
     outbox = Outbox(wake=bell)
 
@@ -326,8 +334,9 @@ NO_TLS = {kind: "ssl=disable" if kind.endswith("-asyncpg") else "sslmode=disable
 # -- the rest --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G12")
 async def test_a_connection_that_breaks_after_the_commit_does_not_pass_for_a_failure(dsn: str) -> None:
-    """G12: the pool cannot take the connection back, but the commit was answered: nobody may hear of an error."""
+    """The pool cannot take the connection back, but the commit was answered: nobody may hear of an error."""
     url = urlsplit(dsn)
     bell = Bell()
     async with FaultProxy(str(url.hostname), url.port or 5432) as proxy:
@@ -342,28 +351,31 @@ async def test_a_connection_that_breaks_after_the_commit_does_not_pass_for_a_fai
     assert await ask(dsn, "SELECT count(*) FROM business") == 1
 
 
+@pytest.mark.requirement("S4-03")
 @pytest.mark.parametrize(
     "make",
     [object, lambda: "postgresql://localhost/shop", lambda: sqlalchemy.create_engine("sqlite://")],
     ids=["object", "url", "sync engine"],
 )
 async def test_what_is_no_pool_is_refused(make: Callable[[], object]) -> None:
-    """S4-03: the error names what is accepted."""
+    """The error names what is accepted."""
     with pytest.raises(UnknownConnectionError, match=r"asyncpg's Pool, SQLAlchemy's AsyncEngine or async_sessionmaker"):
         async with Outbox().transaction(make()):
             pass
 
 
+@pytest.mark.requirement("G1")
 async def test_without_a_wake_up_a_transaction_commits_all_the_same(dsn: str) -> None:
-    """G1: the hint is an option."""
+    """The hint is an option."""
     async with asyncpg.create_pool(dsn, min_size=0) as pool, transaction(pool, None) as connection:
         await Outbox().add(connection, {"n": 1}, topic="t")
 
     assert await stored(dsn) == 1
 
 
+@pytest.mark.requirement("G1", "G3")
 async def test_a_transaction_on_mariadb_commits_and_rolls_back(mariadb_dsn: str) -> None:
-    """G1, G3: through SQLAlchemy on asyncmy."""
+    """Through SQLAlchemy on asyncmy."""
     from postroom.stores import MySQLStore  # noqa: PLC0415
 
     store = MySQLStore(mariadb_dsn)

@@ -153,9 +153,10 @@ async def deliver(shop: Shop, consumer: Consumer, content: Message) -> Hand:
 # -- once ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G7", "G8", "F-16", "F-17", "F-19", "S1-01", "S1-06", "S1-14", "S1-23", "S1-28")
 @pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
 async def test_effect_mark_and_outputs_are_stored_together_and_then_it_is_acknowledged(shop: Shop, mode: Mode) -> None:
-    """S1-01, S1-06, S1-14, S1-23, S1-28, F-16, F-17, F-19, G7, G8: with a broker, from end to end."""
+    """With a broker, from end to end."""
     broker, router = MemoryBroker(), Router()
     seen: list[bool] = []
 
@@ -184,8 +185,9 @@ async def test_effect_mark_and_outputs_are_stored_together_and_then_it_is_acknow
     assert broker.confirmed == 1  # the outputs are the dispatcher's, not the consumer's
 
 
+@pytest.mark.requirement("G8", "F-16", "F-17")
 async def test_a_message_is_acknowledged_after_its_commit_and_outside_of_it(shop: Shop) -> None:
-    """F-16, F-17, G8: whoever acknowledges finds the effect stored and no transaction open."""
+    """Whoever acknowledges finds the effect stored and no transaction open."""
     consumer = consumer_of(lambda _: shop.write(1), transactional(shop.store, consumer="stock"))
 
     hand = await deliver(shop, consumer, message())
@@ -195,9 +197,10 @@ async def test_a_message_is_acknowledged_after_its_commit_and_outside_of_it(shop
     assert hand.is_in_transaction is False
 
 
+@pytest.mark.requirement("G7", "S1-15")
 @pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
 async def test_a_message_that_comes_again_is_acknowledged_and_nothing_else(shop: Shop, mode: Mode) -> None:
-    """S1-15, G7: without an error and without outputs."""
+    """Without an error and without outputs."""
     told: list[Event] = []
     runs = 0
 
@@ -217,8 +220,9 @@ async def test_a_message_that_comes_again_is_acknowledged_and_nothing_else(shop:
     assert told == [DuplicateSkipped("stock", content.id, "order.placed", content.topic, content.key)]
 
 
+@pytest.mark.requirement("S1-16")
 async def test_another_consumer_handles_the_same_message(shop: Shop) -> None:
-    """S1-16: each by its own name."""
+    """Each by its own name."""
     numbers = iter((1, 2))
     content = message()
 
@@ -231,9 +235,10 @@ async def test_another_consumer_handles_the_same_message(shop: Shop) -> None:
     assert await shop.marks() == 2
 
 
+@pytest.mark.requirement("G7", "S1-21")
 @pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
 async def test_two_deliveries_at_once_have_one_effect(shop: Shop, mode: Mode) -> None:
-    """S1-21, G7: pessimistic, one handler runs; optimistic, what the second did is undone."""
+    """Pessimistic, one handler runs; optimistic, what the second did is undone."""
     runs = 0
 
     async def work(_: Message) -> list[Message]:
@@ -259,10 +264,11 @@ async def test_two_deliveries_at_once_have_one_effect(shop: Shop, mode: Mode) ->
 # -- nothing at all --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-14", "S1-27")
 @pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
 @pytest.mark.parametrize("error", [LookupError, TimeoutError])
 async def test_a_handler_that_fails_leaves_nothing_behind(shop: Shop, mode: Mode, error: type[Exception]) -> None:
-    """S1-27, F-14: and its message is handled when it comes again."""
+    """And its message is handled when it comes again."""
     failures = [error]
 
     async def work(_: Message) -> None:
@@ -282,8 +288,9 @@ async def test_a_handler_that_fails_leaves_nothing_behind(shop: Shop, mode: Mode
     assert await shop.effects() == [1]
 
 
+@pytest.mark.requirement("S1-27")
 async def test_an_output_that_cannot_be_stored_undoes_everything(shop: Shop) -> None:
-    """S1-27: effect and mark as well."""
+    """Effect and mark as well."""
 
     async def work(_: Message) -> list[Message]:
         await shop.write(1)
@@ -295,8 +302,9 @@ async def test_an_output_that_cannot_be_stored_undoes_everything(shop: Shop) -> 
     assert (await shop.effects(), await shop.outputs(), await shop.marks()) == ([], [], 0)
 
 
+@pytest.mark.requirement("F-20")
 async def test_a_cancelled_handler_leaves_nothing_behind(shop: Shop) -> None:
-    """F-20: the message is not acknowledged."""
+    """The message is not acknowledged."""
     is_running = asyncio.Event()
 
     async def work(_: Message) -> None:
@@ -316,8 +324,9 @@ async def test_a_cancelled_handler_leaves_nothing_behind(shop: Shop) -> None:
     assert (await shop.effects(), await shop.marks()) == ([], 0)
 
 
+@pytest.mark.requirement("G1", "G8", "G12")
 async def test_an_error_that_a_handler_swallows_is_not_acknowledged(request: pytest.FixtureRequest) -> None:
-    """G1, G8, G12: PostgreSQL has given up the transaction, and answers COMMIT with ROLLBACK."""
+    """PostgreSQL has given up the transaction, and answers COMMIT with ROLLBACK."""
     async with shop_on(PG, request) as shop:
 
         async def work(_: Message) -> None:
@@ -339,8 +348,9 @@ async def outputs_of(_: Message) -> list[Message]:
     return [Message(topic="stock", type="reserved", payload=b"{}")]
 
 
+@pytest.mark.requirement("S1-02")
 async def test_each_part_of_the_stack_works_with_fewer_others(shop: Shop) -> None:
-    """S1-02: a transaction alone, with an inbox, with an outbox, with both."""
+    """A transaction alone, with an inbox, with an outbox, with both."""
     store, content = shop.store, message()
     await store.open()
     transaction = TransactionMiddleware(store)
@@ -366,8 +376,9 @@ async def test_each_part_of_the_stack_works_with_fewer_others(shop: Shop) -> Non
     assert await shop.marks() == 2
 
 
+@pytest.mark.requirement("S1-22", "S1-24", "S1-25")
 async def test_outputs_go_no_further_than_the_outbox(shop: Shop) -> None:
-    """S1-22, S1-24, S1-25: all to one topic, if it is given; without outputs nothing is written."""
+    """All to one topic, if it is given; without outputs nothing is written."""
     stack = transactional(shop.store, consumer="stock", topic="elsewhere")
 
     async def nothing(_: Message) -> list[Message]:
@@ -380,8 +391,9 @@ async def test_outputs_go_no_further_than_the_outbox(shop: Shop) -> None:
     assert await shop.look("SELECT topic FROM postroom_outbox") == ["elsewhere"]
 
 
+@pytest.mark.requirement("S1-17", "S1-26")
 async def test_without_a_transaction_the_first_message_is_an_error(shop: Shop) -> None:
-    """S1-17, S1-26: the error names what is missing; before anything was handled."""
+    """The error names what is missing; before anything was handled."""
     runs: list[Message] = []
 
     async def handle(received: Message) -> list[Message]:
@@ -397,8 +409,9 @@ async def test_without_a_transaction_the_first_message_is_an_error(shop: Shop) -
     assert runs == []
 
 
+@pytest.mark.requirement("S1-18")
 async def test_a_message_without_an_id_is_an_error(shop: Shop) -> None:
-    """S1-18: it could never be known again."""
+    """It could never be known again."""
     stack = transactional(shop.store, consumer="stock")
     nameless = replace(message(), id=None)  # type: ignore[arg-type]
 
@@ -408,8 +421,9 @@ async def test_a_message_without_an_id_is_an_error(shop: Shop) -> None:
     assert (await shop.outputs(), await shop.marks()) == ([], 0)
 
 
+@pytest.mark.requirement("S1-04", "S1-19")
 async def test_a_store_without_tables_is_an_error_on_the_first_message(sqlite_path: Any) -> None:  # noqa: ANN401
-    """S1-04, S1-19: nothing is created on the way."""
+    """Nothing is created on the way."""
     store = SQLiteStore(sqlite_path)
 
     with pytest.raises(SchemaMissingError):
@@ -423,9 +437,10 @@ async def test_a_store_without_tables_is_an_error_on_the_first_message(sqlite_pa
 QUOTES = "o'hara \\'; DROP TABLE postroom_inbox; -- %s {} ü"
 
 
+@pytest.mark.requirement("G7", "S1-28")
 @pytest.mark.parametrize("name", ["stock", QUOTES])
 async def test_asyncpg_marks_a_message_along_with_begin(name: str, request: pytest.FixtureRequest) -> None:
-    """G7, S1-28: one round trip less, whatever the consumer is called."""
+    """One round trip less, whatever the consumer is called."""
     queries: list[str] = []
     numbers = count(1)
 
@@ -451,10 +466,11 @@ async def test_asyncpg_marks_a_message_along_with_begin(name: str, request: pyte
         assert await shop.effects() == [1, 2]
 
 
+@pytest.mark.requirement("G7")
 async def test_a_version_of_asyncpg_that_takes_nothing_along_is_marked_by_the_inbox(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """G7: what is not known of the inside of asyncpg costs a round trip, and no promise."""
+    """What is not known of the inside of asyncpg costs a round trip, and no promise."""
 
     def deaf(cls: Any, begun: Any, along: str = "") -> Any:  # noqa: ANN401
         return cls(begun, along)
@@ -471,10 +487,11 @@ async def test_a_version_of_asyncpg_that_takes_nothing_along_is_marked_by_the_in
         assert (await shop.marks(), await shop.effects()) == (1, [1])
 
 
+@pytest.mark.requirement("G13")
 async def test_a_mark_that_is_refused_with_begin_says_why_and_spares_the_other_connections(
     request: pytest.FixtureRequest,
 ) -> None:
-    """G13: a missing table is told as ever, and nobody else's connection is closed for it."""
+    """A missing table is told as ever, and nobody else's connection is closed for it."""
     async with shop_on(PG, request) as shop:
         stack, opener = transactional(shop.store, consumer="stock"), shop.store.transactions()
         async with opener.begin() as one, opener.begin() as other:
@@ -492,12 +509,13 @@ async def test_a_mark_that_is_refused_with_begin_says_why_and_spares_the_other_c
 # -- COMMIT without an answer ----------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G7", "G12")
 @pytest.mark.parametrize("family", [PG, MY])
 @pytest.mark.parametrize("mode", ["pessimistic", "optimistic"])
 async def test_a_commit_without_an_answer_is_resolved_by_the_inbox(
     family: str, mode: Mode, request: pytest.FixtureRequest
 ) -> None:
-    """G7, G12: it is not acknowledged and not undone; when it comes again, it is known."""
+    """It is not acknowledged and not undone; when it comes again, it is known."""
     async with shop_on(family, request) as shop:
         url = urlsplit(shop.dsn)
         async with FaultProxy(str(url.hostname), url.port or 0) as proxy:
@@ -529,11 +547,12 @@ async def test_a_commit_without_an_answer_is_resolved_by_the_inbox(
         assert (await shop.effects(), await shop.marks(), await shop.dead()) == ([1], 1, 0)
 
 
+@pytest.mark.requirement("G12")
 @pytest.mark.parametrize("family", [PG, MY])
 async def test_a_commit_that_never_arrived_is_resolved_as_not_stored(
     family: str, request: pytest.FixtureRequest
 ) -> None:
-    """G12: the same error, the other answer."""
+    """The same error, the other answer."""
     async with shop_on(family, request) as shop:
         stack = transactional(shop.store, consumer="stock")
         content = message()
@@ -548,9 +567,10 @@ async def test_a_commit_that_never_arrived_is_resolved_as_not_stored(
 # -- dead letters ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G2", "G9")
 @pytest.mark.parametrize("error", [LookupError, RejectError])
 async def test_a_dead_letter_is_stored_before_its_message_is_acknowledged(shop: Shop, error: type[Exception]) -> None:
-    """G2, G9: a rejected one at once, another one after its budget; nothing else of it stays."""
+    """A rejected one at once, another one after its budget; nothing else of it stays."""
     told: list[Event] = []
 
     async def work(_: Message) -> None:
@@ -567,8 +587,9 @@ async def test_a_dead_letter_is_stored_before_its_message_is_acknowledged(shop: 
     assert [type(event) for event in told] == [DeadLettered]
 
 
+@pytest.mark.requirement("G9")
 async def test_a_failure_within_its_budget_is_no_dead_letter(shop: Shop) -> None:
-    """G9: it comes again."""
+    """It comes again."""
 
     async def work(_: Message) -> None:
         raise LookupError
@@ -580,8 +601,9 @@ async def test_a_failure_within_its_budget_is_no_dead_letter(shop: Shop) -> None
     assert hand.dead == 0
 
 
+@pytest.mark.requirement("G13")
 async def test_an_outage_makes_no_dead_letter(request: pytest.FixtureRequest) -> None:
-    """G13: however often the message has come, it is not its fault; on a pool of the caller's as well."""
+    """However often the message has come, it is not its fault; on a pool of the caller's as well."""
     import asyncpg  # noqa: PLC0415
 
     nowhere = asyncpg.create_pool("postgresql://nobody@127.0.0.1:1/shop", min_size=0)
@@ -596,10 +618,11 @@ async def test_an_outage_makes_no_dead_letter(request: pytest.FixtureRequest) ->
                 pass
 
 
+@pytest.mark.requirement("G9", "G13")
 async def test_a_message_that_breaks_its_own_connection_is_put_aside_in_the_end(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """G9, G13: a lost connection is an outage a few times, and then it is the message that is suspected."""
+    """A lost connection is an outage a few times, and then it is the message that is suspected."""
     monkeypatch.setattr(sys.modules[TransactionMiddleware.__module__], "PARDONED", 5)
     async with shop_on(PG, request) as shop:
 
@@ -619,10 +642,11 @@ async def test_a_message_that_breaks_its_own_connection_is_put_aside_in_the_end(
         assert (await shop.marks(), await shop.dead()) == (0, 1)
 
 
+@pytest.mark.requirement("G13", "S1-21")
 async def test_a_wait_for_the_inbox_that_takes_too_long_is_no_fault_of_the_message(
     request: pytest.FixtureRequest,
 ) -> None:
-    """G13, S1-21: while somebody else handles it, a second delivery goes back and is no dead letter."""
+    """While somebody else handles it, a second delivery goes back and is no dead letter."""
     async with shop_on(PG, request) as shop:
         store = PostgresStore(shop.dsn, timeout=timedelta(milliseconds=300))
         content = replace(message(), attempt=3)
@@ -637,9 +661,10 @@ async def test_a_wait_for_the_inbox_that_takes_too_long_is_no_fault_of_the_messa
         assert (await shop.marks(), await shop.dead()) == (1, 0)
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.parametrize("away", [CommitUnknownError(), StoreUnavailableError("away")], ids=["unknown", "away"])
 async def test_a_letter_that_cannot_be_stored_costs_no_delivery(shop: Shop, away: Exception) -> None:
-    """G13: whether a COMMIT or the database is lost while a message is put aside, it goes back as it was."""
+    """Whether a COMMIT or the database is lost while a message is put aside, it goes back as it was."""
 
     class Away:
         async def bury(self, _message: Message, _error: str) -> None:
@@ -654,8 +679,9 @@ async def test_a_letter_that_cannot_be_stored_costs_no_delivery(shop: Shop, away
     assert [type(outcome) for outcome in hand.outcomes] == [Release]
 
 
+@pytest.mark.requirement("G13")
 async def test_to_ask_in_vain_whether_a_message_was_handled_costs_no_delivery(shop: Shop) -> None:
-    """G13: it came too often, and the database that knows why is away."""
+    """It came too often, and the database that knows why is away."""
 
     async def ask(_: Message) -> bool:
         raise StoreUnavailableError("away")
@@ -670,8 +696,9 @@ async def test_to_ask_in_vain_whether_a_message_was_handled_costs_no_delivery(sh
     assert [type(outcome) for outcome in hand.outcomes] == [Release]
 
 
+@pytest.mark.requirement("G8")
 async def test_a_message_that_was_handled_and_comes_too_often_is_no_dead_letter(shop: Shop) -> None:
-    """G8: its acknowledgement may have been lost each time."""
+    """Its acknowledgement may have been lost each time."""
     content = message()
     consumer = consumer_of(lambda _: shop.write(1), transactional(shop.store, consumer="stock", max_attempts=3))
     await deliver(shop, consumer, content)
@@ -681,8 +708,9 @@ async def test_a_message_that_was_handled_and_comes_too_often_is_no_dead_letter(
     assert (await shop.effects(), await shop.marks(), await shop.dead()) == ([1], 1, 0)
 
 
+@pytest.mark.requirement("G7", "G8")
 async def test_that_somebody_else_handled_a_message_says_nothing_of_another_transaction(shop: Shop) -> None:
-    """G7, G8: an error of that kind from anywhere else is a failure like any other."""
+    """An error of that kind from anywhere else is a failure like any other."""
 
     async def work(received: Message) -> None:
         await shop.write(1)
@@ -694,10 +722,11 @@ async def test_that_somebody_else_handled_a_message_says_nothing_of_another_tran
     assert (await shop.effects(), await shop.marks()) == ([], 0)
 
 
+@pytest.mark.requirement("G7")
 async def test_a_joined_message_that_somebody_else_handled_meanwhile_does_not_undo_the_others_effect(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """G7: the whole transaction begins again, and then the joined message is known."""
+    """The whole transaction begins again, and then the joined message is known."""
     inner, outer = message(), message()
     inside: list[Middleware] = [
         TransactionMiddleware(shop.store),
@@ -722,8 +751,9 @@ async def test_a_joined_message_that_somebody_else_handled_meanwhile_does_not_un
     assert (await shop.effects(), await shop.marks()) == ([1], 2)
 
 
+@pytest.mark.requirement("G12")
 async def test_an_unknown_commit_of_another_pool_is_not_resolved_by_this_inbox(shop: Shop) -> None:
-    """G12: only the transaction that was being committed knows what would tell."""
+    """Only the transaction that was being committed knows what would tell."""
     unknown = CommitUnknownError()
 
     async def work(_: Message) -> None:
@@ -735,8 +765,9 @@ async def test_an_unknown_commit_of_another_pool_is_not_resolved_by_this_inbox(s
         await unknown.resolve()
 
 
+@pytest.mark.requirement("G13")
 async def test_the_purge_goes_on_after_an_unknown_commit(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """G13: to purge again is harmless, and no reason to end a consumer."""
+    """To purge again is harmless, and no reason to end a consumer."""
     calls = 0
     purged = asyncio.Event()
 
@@ -760,8 +791,9 @@ async def test_the_purge_goes_on_after_an_unknown_commit(shop: Shop, monkeypatch
     assert was_serving
 
 
+@pytest.mark.requirement("G2")
 async def test_letters_without_an_id_are_all_kept(shop: Shop) -> None:
-    """G2: what a broker gave no id cannot be told apart, and none may stand for the others."""
+    """What a broker gave no id cannot be told apart, and none may stand for the others."""
     stack = transactional(shop.store, consumer="stock", max_attempts=1)
     for _ in range(2):
         await deliver(shop, consumer_of(outputs_of, stack), replace(message(), id=cast("UUID", None)))
@@ -769,8 +801,9 @@ async def test_letters_without_an_id_are_all_kept(shop: Shop) -> None:
     assert await shop.dead() == 2
 
 
+@pytest.mark.requirement("G8")
 async def test_acknowledging_by_hand_inside_a_transaction_is_refused(shop: Shop) -> None:
-    """G8: it would come before the commit."""
+    """It would come before the commit."""
     subscriber = MemoryBroker().subscribe("orders", group="stock")
     stack = transactional(shop.store, consumer="stock")
 

@@ -284,9 +284,10 @@ class Interruption(BaseException):
 # -- begin, commit, roll back ----------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-14")
 @every_kind
 async def test_a_block_that_ends_well_is_committed(world: World) -> None:
-    """F-14: and nobody sees anything of it before; what waits for the commit is called once after it."""
+    """And nobody sees anything of it before; what waits for the commit is called once after it."""
     transactions = transactions_of(world.pool)
     seen: list[str] = []
 
@@ -300,10 +301,11 @@ async def test_a_block_that_ends_well_is_committed(world: World) -> None:
     assert await world.rows() == [1]
 
 
+@pytest.mark.requirement("F-14", "F-15", "F-20")
 @every_kind
 @pytest.mark.parametrize("error", [LookupError, asyncio.CancelledError, Interruption, TimeoutError])
 async def test_whatever_a_block_raises_rolls_it_back(world: World, error: type[BaseException]) -> None:
-    """F-14, F-15, F-20: more often than the pool has connections, and it can be used after it."""
+    """More often than the pool has connections, and it can be used after it."""
     transactions = transactions_of(world.pool)
     seen: list[str] = []
 
@@ -320,9 +322,10 @@ async def test_whatever_a_block_raises_rolls_it_back(world: World, error: type[B
     assert await world.rows() == [2]
 
 
+@pytest.mark.requirement("F-17")
 @every_kind
 async def test_a_transaction_cannot_be_used_after_its_end(world: World) -> None:
-    """F-17: what comes late must not be written alone."""
+    """What comes late must not be written alone."""
     transactions = transactions_of(world.pool)
 
     async with transactions.begin() as transaction:
@@ -343,9 +346,10 @@ async def test_a_transaction_cannot_be_used_after_its_end(world: World) -> None:
     assert await world.rows() == []
 
 
+@pytest.mark.requirement("F-12", "F-13")
 @every_kind
 async def test_an_adapter_finds_the_connection_of_its_transaction(world: World) -> None:
-    """F-12, F-13: and outside of one it gets its own back."""
+    """And outside of one it gets its own back."""
     transactions = transactions_of(world.pool)
 
     async with transactions.begin() as transaction:
@@ -359,9 +363,10 @@ async def test_an_adapter_finds_the_connection_of_its_transaction(world: World) 
     assert current_connection("fallback") == "fallback"
 
 
+@pytest.mark.requirement("F-14")
 @every_kind
 async def test_a_savepoint_is_undone_alone(world: World) -> None:
-    """F-14: what came before and after it stays; one that ends well is kept."""
+    """What came before and after it stays; one that ends well is kept."""
     transactions = transactions_of(world.pool)
 
     async with transactions.begin() as transaction:
@@ -376,9 +381,10 @@ async def test_a_savepoint_is_undone_alone(world: World) -> None:
     assert await world.rows() == [1, 3]
 
 
+@pytest.mark.requirement("G1", "F-14")
 @every_kind
 async def test_a_savepoint_that_was_kept_is_undone_with_the_transaction(world: World) -> None:
-    """F-14, G1: also if nothing was written before it, when some drivers have not begun yet."""
+    """Also if nothing was written before it, when some drivers have not begun yet."""
     transactions = transactions_of(world.pool)
 
     with pytest.raises(LookupError):
@@ -390,9 +396,10 @@ async def test_a_savepoint_that_was_kept_is_undone_with_the_transaction(world: W
     assert await world.rows() == []
 
 
+@pytest.mark.requirement("F-14")
 @every_kind
 async def test_a_statement_that_fails_in_a_savepoint_does_not_spoil_the_rest(world: World) -> None:
-    """F-14: also on PostgreSQL, where an error ends everything else."""
+    """Also on PostgreSQL, where an error ends everything else."""
     transactions = transactions_of(world.pool)
 
     async with transactions.begin() as transaction:
@@ -405,9 +412,10 @@ async def test_a_statement_that_fails_in_a_savepoint_does_not_spoil_the_rest(wor
     assert await world.rows() == [1, 2]
 
 
+@pytest.mark.requirement("G1")
 @pytest.mark.parametrize("kind", ["postgres-asyncpg", "mariadb-asyncmy", "postgres-engine-psycopg"], indirect=True)
 async def test_a_savepoint_that_cannot_be_undone_dooms_the_transaction(world: World) -> None:
-    """G1: whoever catches a time-out of a nested handler must not commit half of it."""
+    """Whoever catches a time-out of a nested handler must not commit half of it."""
     transactions = transactions_of(world.pool)
 
     with pytest.raises(TransactionAbortedError):
@@ -420,10 +428,11 @@ async def test_a_savepoint_that_cannot_be_undone_dooms_the_transaction(world: Wo
     assert await world.rows() == []
 
 
+@pytest.mark.requirement("G12")
 async def test_a_callback_that_fails_is_logged_and_the_others_are_called(
     sqlite_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """G12: an error after the commit must not look like a commit that failed."""
+    """An error after the commit must not look like a commit that failed."""
     seen: list[int] = []
     await asyncio.to_thread(sqlite_path.touch)
 
@@ -446,9 +455,10 @@ def here() -> str:
 SYNC = tuple(kind for kind in KINDS if kind.endswith(("-sync", "django", "path", "connection", "sqlite-store")))
 
 
+@pytest.mark.requirement("F-14")
 @pytest.mark.parametrize("kind", SYNC, indirect=True)
 async def test_a_plain_library_works_on_one_thread_that_is_used_again(world: World) -> None:
-    """F-14: never on the event loop's; Django's connections, for one, belong to threads."""
+    """Never on the event loop's; Django's connections, for one, belong to threads."""
     transactions = transactions_of(world.pool)
     threads: list[str] = []
 
@@ -462,9 +472,10 @@ async def test_a_plain_library_works_on_one_thread_that_is_used_again(world: Wor
     assert await world.rows() == [0, 1, 2]
 
 
+@pytest.mark.requirement("F-13", "F-18")
 @every_kind
 async def test_a_plain_handler_sees_the_transaction_of_its_message(world: World) -> None:
-    """F-13, F-18: on whatever thread it runs; for an async library it only finds the transaction."""
+    """On whatever thread it runs; for an async library it only finds the transaction."""
     middleware = TransactionMiddleware(world.pool)
     is_async = transactions_of(world.pool).is_async  # type: ignore[attr-defined]
     found: list[object] = []
@@ -488,8 +499,9 @@ async def test_a_plain_handler_sees_the_transaction_of_its_message(world: World)
     assert await world.rows() == ([] if is_async else [1])
 
 
+@pytest.mark.requirement("S4-03")
 async def test_a_connection_that_is_bound_to_its_thread_is_refused(sqlite_path: Path) -> None:
-    """S4-03: the error says how to open it."""
+    """The error says how to open it."""
     connection = sqlite3.connect(sqlite_path)
 
     with pytest.raises(ConfigurationError, match="check_same_thread=False"):
@@ -499,9 +511,10 @@ async def test_a_connection_that_is_bound_to_its_thread_is_refused(sqlite_path: 
     connection.close()
 
 
+@pytest.mark.requirement("G1")
 @pytest.mark.parametrize("kind", ["sqlite-connection", "sqlite-aiosqlite"], indirect=True)
 async def test_the_open_transaction_of_somebody_else_is_left_alone(world: World) -> None:
-    """G1: on a connection of the caller's; what cannot be begun must not be rolled back."""
+    """On a connection of the caller's; what cannot be begun must not be rolled back."""
     is_async = transactions_of(world.pool).is_async  # type: ignore[attr-defined]
     await _on(world.pool, "INSERT INTO business (id) VALUES (1)", is_async=is_async)
 
@@ -527,10 +540,11 @@ async def _on(connection: Any, sql: str, *, is_async: bool) -> None:  # noqa: AN
 LONG = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < {}) SELECT count(*) FROM c"
 
 
+@pytest.mark.requirement("G1", "F-20")
 @pytest.mark.parametrize("kind", ["sqlite-aiosqlite"], indirect=True)
 @pytest.mark.parametrize("is_theirs", [True, False])
 async def test_who_is_cancelled_while_it_begins_rolls_back_only_its_own(world: World, *, is_theirs: bool) -> None:
-    """F-20, G1: the thread begins all the same, or finds that somebody else has."""
+    """The thread begins all the same, or finds that somebody else has."""
     connection = world.pool
     if is_theirs:
         await connection.execute("INSERT INTO business (id) VALUES (1)")
@@ -551,8 +565,9 @@ async def test_who_is_cancelled_while_it_begins_rolls_back_only_its_own(world: W
     assert await world.rows() == ([1] if is_theirs else [])
 
 
+@pytest.mark.requirement("G1")
 def test_one_connection_is_used_by_one_event_loop_at_a_time(sqlite_path: Path) -> None:
-    """G1: another loop waits, and neither ends the transaction of the other."""
+    """Another loop waits, and neither ends the transaction of the other."""
     connection = sqlite3.connect(sqlite_path, check_same_thread=False)
     connection.execute(TABLE[LITE])
     is_inside, may_end = threading.Event(), threading.Event()
@@ -590,8 +605,9 @@ def test_one_connection_is_used_by_one_event_loop_at_a_time(sqlite_path: Path) -
     connection.close()
 
 
+@pytest.mark.requirement("F-25")
 async def test_transactions_on_one_file_wait_for_each_other(sqlite_path: Path) -> None:
-    """F-25: in order and off the event loop, however many there are."""
+    """In order and off the event loop, however many there are."""
     sqlite3.connect(sqlite_path).close()  # nothing else creates the file
     transactions = transactions_for(sqlite_path)
     async with transactions.begin() as transaction:
@@ -612,23 +628,26 @@ async def test_transactions_on_one_file_wait_for_each_other(sqlite_path: Path) -
 # -- which pools are known -------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-14")
 @every_kind
 async def test_one_pool_has_one_way_to_open_transactions(world: World) -> None:
-    """F-14: that is how a nested handler knows the transaction it may join."""
+    """That is how a nested handler knows the transaction it may join."""
     assert transactions_of(world.pool) is transactions_of(world.pool)
 
 
+@pytest.mark.requirement("S4-03")
 @pytest.mark.parametrize(
     "pool", [object(), "postgresql://localhost/shop", ":memory:", print], ids=["object", "url", "memory", "function"]
 )
 def test_what_is_no_pool_is_refused(pool: object) -> None:
-    """S4-03: the error names what is accepted."""
+    """The error names what is accepted."""
     with pytest.raises(UnknownConnectionError, match="asyncpg's Pool"):
         transactions_for(pool)
 
 
+@pytest.mark.requirement("G13", "F-15")
 async def test_a_database_that_is_down_is_an_error_of_the_store() -> None:
-    """F-15, G13: so that no message becomes a dead letter for it."""
+    """So that no message becomes a dead letter for it."""
     nowhere = "postgresql://nobody@127.0.0.1:1/shop"
     engine = sqlalchemy.create_engine(nowhere.replace("postgresql", "postgresql+psycopg"))
     async with asyncpg.create_pool(nowhere, min_size=0) as pool:
@@ -641,9 +660,10 @@ async def test_a_database_that_is_down_is_an_error_of_the_store() -> None:
 # -- how COMMIT may end ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G1", "G12")
 @every_postgres
 async def test_an_error_that_was_caught_does_not_pass_for_a_commit(world: World) -> None:
-    """G1, G12: PostgreSQL answers the COMMIT of a failed transaction with ROLLBACK."""
+    """PostgreSQL answers the COMMIT of a failed transaction with ROLLBACK."""
     transactions = transactions_of(world.pool)
     seen: list[int] = []
     async with transactions.begin() as transaction:  # which teaches how to hear the answer
@@ -661,9 +681,10 @@ async def test_an_error_that_was_caught_does_not_pass_for_a_commit(world: World)
     assert await world.rows() == []
 
 
+@pytest.mark.requirement("G12", "F-15")
 @every_postgres
 async def test_a_commit_that_the_database_refuses_is_told_as_the_library_tells_it(world: World) -> None:
-    """F-15, G12: a rule that is checked by COMMIT; the connection can be used again."""
+    """A rule that is checked by COMMIT; the connection can be used again."""
     transactions = transactions_of(world.pool)
 
     for _ in range(3):
@@ -678,9 +699,10 @@ async def test_a_commit_that_the_database_refuses_is_told_as_the_library_tells_i
 KILL = {PG: "SELECT pg_terminate_backend(pg_backend_pid())", MY: "KILL CONNECTION_ID()"}
 
 
+@pytest.mark.requirement("G1", "G12", "F-15")
 @every_server
 async def test_a_lost_connection_that_was_caught_does_not_pass_for_a_commit(world: World) -> None:
-    """G1, G12, F-15: nothing was committed, and that is no fault of the message."""
+    """Nothing was committed, and that is no fault of the message."""
     transactions = transactions_of(world.pool)
     seen: list[int] = []
 
@@ -696,9 +718,10 @@ async def test_a_lost_connection_that_was_caught_does_not_pass_for_a_commit(worl
     assert await world.rows() == []
 
 
+@pytest.mark.requirement("F-15")
 @every_server
 async def test_what_comes_after_a_lost_connection_is_an_error_of_the_store(world: World) -> None:
-    """F-15: whatever the library calls it, once the first error was caught."""
+    """Whatever the library calls it, once the first error was caught."""
     with pytest.raises(StoreUnavailableError):
         async with transactions_of(world.pool).begin() as transaction:
             with suppress(Exception):
@@ -708,6 +731,7 @@ async def test_what_comes_after_a_lost_connection_is_an_error_of_the_store(world
     assert await world.rows() == []
 
 
+@pytest.mark.requirement("G13", "F-15")
 @every_postgres
 @pytest.mark.parametrize(
     ("state", "kind_of_error"),
@@ -716,7 +740,7 @@ async def test_what_comes_after_a_lost_connection_is_an_error_of_the_store(world
 async def test_what_the_server_is_to_blame_for_is_an_error_of_the_store(
     world: World, state: str, kind_of_error: type[Exception]
 ) -> None:
-    """F-15, G13: it took too long, is a replica, lets nobody in: no message becomes a dead letter for it."""
+    """It took too long, is a replica, lets nobody in: no message becomes a dead letter for it."""
     with pytest.raises(kind_of_error) as caught:
         async with transactions_of(world.pool).begin() as transaction:
             await world.run(transaction, f"DO $$ BEGIN RAISE SQLSTATE '{state}'; END $$")
@@ -739,9 +763,10 @@ class Business(Row):
 CARD = "4111-1111"
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.parametrize("kind", SQLALCHEMY, indirect=True)
 async def test_an_error_does_not_show_what_was_written(world: World) -> None:
-    """G13: errors end up in logs and dead letters; SQLAlchemy shows the parameters unless told otherwise."""
+    """Errors end up in logs and dead letters; SQLAlchemy shows the parameters unless told otherwise."""
     statement = sqlalchemy.text("INSERT INTO no_such_table VALUES (:secret)")
 
     def write(connection: Any) -> Any:  # noqa: ANN401
@@ -758,10 +783,11 @@ async def test_an_error_does_not_show_what_was_written(world: World) -> None:
     assert CARD not in told
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.parametrize("kind", ["postgres-session-sync"], indirect=True)
 @pytest.mark.parametrize("is_caught", [True, False])
 async def test_an_error_of_a_session_does_not_show_what_was_written(world: World, *, is_caught: bool) -> None:
-    """G13: also one that comes with the commit, or of another one that was caught."""
+    """Also one that comes with the commit, or of another one that was caught."""
     await asyncio.to_thread(world.look, "DROP TABLE business")
 
     def write(session: Any) -> None:  # noqa: ANN401
@@ -779,10 +805,11 @@ async def test_an_error_of_a_session_does_not_show_what_was_written(world: World
     assert CARD not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.requirement("G1")
 @pytest.mark.parametrize("kind", SQLITE + MARIADB, indirect=True)
 @pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
 async def test_a_handler_that_goes_on_in_a_transaction_of_its_own_is_found_out(world: World, end: str) -> None:
-    """G1: what it does after that is not committed as if it had belonged to the message."""
+    """What it does after that is not committed as if it had belonged to the message."""
     transactions = transactions_of(world.pool)
 
     for _ in range(2):
@@ -796,13 +823,14 @@ async def test_a_handler_that_goes_on_in_a_transaction_of_its_own_is_found_out(w
 
 
 # With a driver that begins a transaction by itself, nothing tells a ROLLBACK by hand from one that has done nothing.
+@pytest.mark.requirement("G1")
 @pytest.mark.parametrize(
     "kind",
     [kind for kind in SERVERS if family(kind) == MY or not kind.endswith(("-sync", "engine-psycopg", "django"))],
     indirect=True,
 )
 async def test_a_handler_that_ends_the_transaction_by_hand_is_found_out(world: World) -> None:
-    """G1: what it did after that was no longer part of it."""
+    """What it did after that was no longer part of it."""
     transactions = transactions_of(world.pool)
 
     with pytest.raises(TransactionAbortedError):
@@ -813,9 +841,10 @@ async def test_a_handler_that_ends_the_transaction_by_hand_is_found_out(world: W
     assert await world.rows() == []
 
 
+@pytest.mark.requirement("G1")
 @pytest.mark.parametrize("kind", SQLALCHEMY, indirect=True)
 async def test_a_handler_that_ends_the_transaction_of_sqlalchemy_is_found_out(world: World) -> None:
-    """G1: SQLAlchemy would begin the next one by itself."""
+    """SQLAlchemy would begin the next one by itself."""
     transactions = transactions_of(world.pool)
 
     with pytest.raises(TransactionAbortedError):
@@ -849,9 +878,10 @@ async def faulty(kind: str, request: pytest.FixtureRequest) -> AsyncGenerator[tu
             yield World(kind, dsn, pool, ask), proxy
 
 
+@pytest.mark.requirement("G12")
 @pytest.mark.parametrize("kind", SERVERS)
 async def test_a_commit_without_an_answer_is_called_unknown(kind: str, request: pytest.FixtureRequest) -> None:
-    """G12: it was stored here, and nobody was told; the pool can be used after it."""
+    """It was stored here, and nobody was told; the pool can be used after it."""
     async with faulty(kind, request) as (world, proxy):
         transactions = transactions_of(world.pool)
         seen: list[int] = []
@@ -882,9 +912,10 @@ async def test_a_commit_without_an_answer_is_called_unknown(kind: str, request: 
         assert await world.rows() == [1, 2, 3]
 
 
+@pytest.mark.requirement("G12", "F-20")
 @pytest.mark.parametrize("kind", SERVERS)
 async def test_a_cancelled_commit_is_waited_for(kind: str, request: pytest.FixtureRequest) -> None:
-    """F-20, G12: then the cancellation goes on, and what was committed is told to those who wait for it."""
+    """Then the cancellation goes on, and what was committed is told to those who wait for it."""
     async with faulty(kind, request) as (world, proxy):
         transactions = transactions_of(world.pool)
         seen: list[int] = []
@@ -913,11 +944,12 @@ async def test_a_cancelled_commit_is_waited_for(kind: str, request: pytest.Fixtu
             await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
 
 
+@pytest.mark.requirement("G11")
 @pytest.mark.parametrize("kind", ["postgres-asyncpg", "postgres-psycopg", "postgres-store-asyncpg", "mariadb-asyncmy"])
 async def test_a_cancelled_commit_is_not_waited_for_without_end(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """G11: a connection that answers nothing is broken, and never used again."""
+    """A connection that answers nothing is broken, and never used again."""
     monkeypatch.setattr("postroom.stores.sql.transactions.block.PATIENCE", 0.1)
     async with faulty(kind, request) as (world, proxy):
         transactions = transactions_of(world.pool)
@@ -940,9 +972,10 @@ async def test_a_cancelled_commit_is_not_waited_for_without_end(
         assert proxy.accepted > accepted
 
 
+@pytest.mark.requirement("F-20")
 @every_server
 async def test_a_handler_that_is_cancelled_in_a_statement_leaves_no_lock_behind(world: World) -> None:
-    """F-20: and its connection does not go back to the pool as it is."""
+    """And its connection does not go back to the pool as it is."""
     transactions = transactions_of(world.pool)
     async with transactions.begin() as transaction:
         await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
@@ -967,12 +1000,13 @@ async def test_a_handler_that_is_cancelled_in_a_statement_leaves_no_lock_behind(
     assert await asyncio.to_thread(world.look, "SELECT again FROM business") == [(2,)]
 
 
+@pytest.mark.requirement("G11", "F-20")
 @pytest.mark.parametrize("kind", [*SYNC, "sqlite-aiosqlite"], indirect=True)
 @pytest.mark.parametrize("is_nested", [False, True])
 async def test_a_statement_on_a_thread_does_not_hold_up_a_time_limit_without_end(
     world: World, monkeypatch: pytest.MonkeyPatch, *, is_nested: bool
 ) -> None:
-    """F-20, G11: after a while its connection is broken, and the pool can be used again."""
+    """After a while its connection is broken, and the pool can be used again."""
     monkeypatch.setattr("postroom.stores.sql.transactions.block.PATIENCE", 0.1)
     transactions = transactions_of(world.pool)
     pause = {PG: "SELECT pg_sleep(25)", MY: "SELECT sleep(25)", LITE: LONG.format(300_000_000)}[world.family]
@@ -1002,9 +1036,10 @@ async def test_a_statement_on_a_thread_does_not_hold_up_a_time_limit_without_end
 # -- contention ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G7", "F-14")
 @every_postgres
 async def test_a_serialization_failure_runs_the_whole_handler_again(world: World) -> None:
-    """F-14, G7: in a new transaction, which sees what stood in the way."""
+    """In a new transaction, which sees what stood in the way."""
     middleware = TransactionMiddleware(world.pool)
     await asyncio.to_thread(world.look, "INSERT INTO business (id, again) VALUES (1, 0)")
     runs: list[Transaction] = []
@@ -1028,9 +1063,10 @@ async def test_a_serialization_failure_runs_the_whole_handler_again(world: World
     assert await asyncio.to_thread(world.look, "SELECT again FROM business WHERE id = 1") == [(6,)]
 
 
+@pytest.mark.requirement("F-15")
 @every_postgres
 async def test_contention_that_does_not_end_is_told_after_a_few_tries(world: World) -> None:
-    """F-15: as an error of the store, with the library's own chained."""
+    """As an error of the store, with the library's own chained."""
     middleware = TransactionMiddleware(world.pool, retries=2)
     runs = 0
 
@@ -1047,9 +1083,10 @@ async def test_contention_that_does_not_end_is_told_after_a_few_tries(world: Wor
     assert caught.value.__cause__ is not None
 
 
+@pytest.mark.requirement("G7", "F-20")
 @every_mariadb
 async def test_waiting_too_long_for_a_lock_rolls_back_everything(world: World) -> None:
-    """F-20, G7: by itself 1205 undoes only its own statement."""
+    """By itself 1205 undoes only its own statement."""
     transactions = transactions_of(world.pool)
     await asyncio.to_thread(world.look, "INSERT INTO business (id, again) VALUES (1, 0)")
 
@@ -1065,9 +1102,10 @@ async def test_waiting_too_long_for_a_lock_rolls_back_everything(world: World) -
     assert await world.rows() == [1]
 
 
+@pytest.mark.requirement("G1", "G12")
 @every_mariadb
 async def test_a_deadlock_that_was_caught_does_not_pass_for_a_commit(world: World) -> None:
-    """G1, G12: the server has rolled back everything, and would commit what comes after it."""
+    """The server has rolled back everything, and would commit what comes after it."""
     transactions = transactions_of(world.pool)
     await asyncio.to_thread(world.look, "INSERT INTO business (id, again) VALUES (1, 0), (2, 0)")
     both = asyncio.Barrier(2)
@@ -1096,8 +1134,9 @@ async def test_a_deadlock_that_was_caught_does_not_pass_for_a_commit(world: Worl
     }
 
 
+@pytest.mark.requirement("F-15")
 async def test_a_file_that_is_locked_by_another_is_contention(sqlite_path: Path) -> None:
-    """F-15: told after the time that SQLite waits."""
+    """Told after the time that SQLite waits."""
     with contextlib.closing(sqlite3.connect(sqlite_path, isolation_level=None)) as other:
         store = SQLiteStore(sqlite_path)
         store._driver._busy_timeout /= 100  # type: ignore[attr-defined]  # noqa: SLF001
@@ -1115,9 +1154,10 @@ async def test_a_file_that_is_locked_by_another_is_contention(sqlite_path: Path)
 # -- nested ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-14")
 @every_kind
 async def test_a_nested_handler_joins_the_transaction_of_its_pool(world: World) -> None:
-    """F-14: both are committed together, or neither."""
+    """Both are committed together, or neither."""
     outer, inner = TransactionMiddleware(world.pool), TransactionMiddleware(world.pool)
     found: list[Transaction] = []
     message = Message(topic="t", payload=b"")
@@ -1139,9 +1179,10 @@ async def test_a_nested_handler_joins_the_transaction_of_its_pool(world: World) 
     assert await world.rows() == []
 
 
+@pytest.mark.requirement("F-14")
 @every_kind
 async def test_a_nested_handler_may_have_a_savepoint(world: World) -> None:
-    """F-14: its failure is its own, if the outer handler goes on."""
+    """Its failure is its own, if the outer handler goes on."""
     outer, inner = TransactionMiddleware(world.pool), TransactionMiddleware(world.pool, nested="savepoint")
     message = Message(topic="t", payload=b"")
 
@@ -1160,8 +1201,9 @@ async def test_a_nested_handler_may_have_a_savepoint(world: World) -> None:
     assert await world.rows() == [2]
 
 
+@pytest.mark.requirement("F-14")
 async def test_a_transaction_on_another_pool_is_its_own(postgres_dsn: str) -> None:
-    """F-14: it is committed although the outer one is not."""
+    """It is committed although the outer one is not."""
     await asyncio.to_thread(asking(PG, postgres_dsn), TABLE[PG])
     async with pool_on("postgres-asyncpg", postgres_dsn) as first, pool_on("postgres-psycopg", postgres_dsn) as second:
         outer, inner = TransactionMiddleware(first), TransactionMiddleware(second)
@@ -1184,9 +1226,10 @@ async def test_a_transaction_on_another_pool_is_its_own(postgres_dsn: str) -> No
 # -- connections of a store ------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F-14")
 @pytest.mark.parametrize("kind", ["postgres-store-asyncpg", "postgres-store-psycopg"], indirect=True)
 async def test_a_handler_has_a_session_with_the_settings_of_its_server(world: World) -> None:
-    """F-14: but for what durability asks for; our own statements have plans that others need not."""
+    """But for what durability asks for; our own statements have plans that others need not."""
     async with transactions_of(world.pool).begin() as transaction:
         found = {}
         for name in ("enable_seqscan", "plan_cache_mode", "synchronous_commit"):
@@ -1202,9 +1245,10 @@ def _show(name: str) -> Any:  # noqa: ANN401
     return Statement(f"SHOW {name}", {}, returns=True)
 
 
+@pytest.mark.requirement("G11")
 @pytest.mark.parametrize("kind", ["postgres-store-asyncpg", "postgres-store-psycopg", "mariadb-store"], indirect=True)
 async def test_handlers_do_not_hold_up_the_store(world: World) -> None:
-    """G11: their connections are as many, and others; one more handler waits, and not for ever."""
+    """Their connections are as many, and others; one more handler waits, and not for ever."""
     store = world.pool
     await store.apply_schema()
     transactions = store.transactions()
@@ -1227,9 +1271,10 @@ def _impatient(store: Any) -> Any:  # noqa: ANN401
     return store._driver.link(_Lent(store._driver, timedelta(milliseconds=50), None))  # noqa: SLF001
 
 
+@pytest.mark.requirement("G11")
 @pytest.mark.parametrize("kind", ["postgres-store-asyncpg", "postgres-store-psycopg", "mariadb-store"])
 async def test_a_closed_store_leaves_no_connection_of_a_handler_open(kind: str, request: pytest.FixtureRequest) -> None:
-    """G11: also of a handler that was at work when it was closed."""
+    """Also of a handler that was at work when it was closed."""
     async with faulty(kind, request) as (world, proxy):
         transactions = transactions_of(world.pool)
         async with transactions.begin(), transactions.begin():
@@ -1241,9 +1286,10 @@ async def test_a_closed_store_leaves_no_connection_of_a_handler_open(kind: str, 
         await until(lambda: proxy.open == 0, "the end of the connections")
 
 
+@pytest.mark.requirement("F-20")
 @pytest.mark.parametrize("kind", ["postgres-store-asyncpg", "postgres-store-psycopg", "mariadb-store"], indirect=True)
 async def test_a_cancelled_handler_costs_only_its_own_connection(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F-20: the others go on with theirs; a connection that was lost costs all of them, since they may be lost too."""
+    """The others go on with theirs; a connection that was lost costs all of them, since they may be lost too."""
     transactions = transactions_of(world.pool)
     driver, opened = world.pool._driver, 0  # noqa: SLF001
     connect = driver.connect_plain
@@ -1274,9 +1320,10 @@ async def test_a_cancelled_handler_costs_only_its_own_connection(world: World, m
 ASYNC_POOLS = ("postgres-asyncpg", "postgres-psycopg", "postgres-engine-asyncpg", "mariadb-asyncmy")
 
 
+@pytest.mark.requirement("G12")
 @pytest.mark.parametrize("kind", ASYNC_POOLS, indirect=True)
 async def test_a_transaction_of_the_outbox_tells_errors_as_the_library_does(world: World) -> None:
-    """G12: what a service does about the errors of its own library goes on to work."""
+    """What a service does about the errors of its own library goes on to work."""
     sqlstate = "DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"
     sql = sqlstate if world.family == PG else "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213"
 
@@ -1292,9 +1339,10 @@ async def test_a_transaction_of_the_outbox_tells_errors_as_the_library_does(worl
     assert await world.rows() == []
 
 
+@pytest.mark.requirement("S2-34")
 @pytest.mark.parametrize("kind", ASYNC_POOLS, indirect=True)
 async def test_a_transaction_of_the_outbox_wakes_after_its_commit(world: World) -> None:
-    """S2-34: on every async pool."""
+    """On every async pool."""
     seen: list[int] = []
 
     async with Outbox(wake=lambda: seen.append(1)).transaction(world.pool) as connection:

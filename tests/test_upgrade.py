@@ -92,9 +92,10 @@ def test_every_earlier_version_is_kept_for_tests() -> None:
     assert tuple(schema.EARLIER) == EARLIER, "keep what `postroom schema print` printed before the step"
 
 
+@pytest.mark.requirement("S1-04", "S1-10")
 @pytest.mark.parametrize("version", EARLIER)
 async def test_an_upgraded_schema_is_the_same_as_a_new_one_and_keeps_its_messages(room: Room, version: str) -> None:
-    """S1-04, S1-10: whatever the database was created with, on request only; until then the store says what to do."""
+    """Whatever the database was created with, on request only; until then the store says what to do."""
     earlier(room, version)
     added(room, 3)
     store = room.store()
@@ -119,9 +120,10 @@ async def test_an_upgraded_schema_is_the_same_as_a_new_one_and_keeps_its_message
     await store.close()
 
 
+@pytest.mark.requirement("S1-09")
 @pytest.mark.parametrize("version", EARLIER)
 async def test_the_printed_upgrade_makes_the_same_schema_on_a_plain_connection(room: Room, version: str) -> None:
-    """S1-09: for migrations of one's own, statement by statement: no transaction can build an index concurrently."""
+    """For migrations of one's own, statement by statement: no transaction can build an index concurrently."""
     earlier(room, version)
     added(room)
 
@@ -187,10 +189,11 @@ def attempts_of(tables: Schema, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         yield tried
 
 
+@pytest.mark.requirement("S1-10")
 async def test_an_upgrade_makes_way_for_transactions_that_are_open(
     served: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S1-10: behind an upgrade that waited for them, every producer would wait as well, or deadlock."""
+    """Behind an upgrade that waited for them, every producer would wait as well, or deadlock."""
     earlier(served, "3")
     store = served.store()
     with attempts_of(store.schema, monkeypatch) as tried, transaction(served) as connection:
@@ -224,9 +227,10 @@ async def test_an_upgrade_that_never_gets_its_table_says_what_is_in_its_way(
     await store.close()
 
 
+@pytest.mark.requirement("S1-10")
 @pytest.mark.parametrize("version", [*(pytest.param(v, marks=pytest.mark.prove) for v in EARLIER[:-1]), EARLIER[-1]])
 async def test_upgrades_at_once_all_succeed(room: Room, version: str) -> None:
-    """S1-10: replicas that start together may all upgrade."""
+    """Replicas that start together may all upgrade."""
     earlier(room, version)
     added(room, 3)
 

@@ -211,11 +211,12 @@ def contract(variant: str, tests: Sequence[Contract | Scripted], dsn: str) -> su
     )
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.prove
 @pytest.mark.timeout(PATIENCE + 20)
 @pytest.mark.parametrize("kind", ["tables", "redis"])
 def test_the_sound_library_keeps_the_contract(kind: str, postgres_server: PostgresClient) -> None:
-    """G13: what catches variants below passes here."""
+    """What catches variants below passes here."""
     every = [instrument for instrument in CAUGHT.values() if isinstance(instrument, Contract | Scripted)]
     tests = [one for one in every if one.database.startswith("redis") == (kind == "redis")]
     done = contract("", tests, postgres_server.dsn)
@@ -223,9 +224,10 @@ def test_the_sound_library_keeps_the_contract(kind: str, postgres_server: Postgr
     assert re.search(r"^\d+ passed(, \d+ deselected)? in", done.stdout, flags=re.MULTILINE)
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.parametrize("name", names(Contract))
 def test_the_contract_catches(name: str, postgres_server: PostgresClient) -> None:
-    """G13: a broken store fails the one test that is meant for it, by an assertion of that test."""
+    """A broken store fails the one test that is meant for it, by an assertion of that test."""
     instrument = CAUGHT[name]
     assert isinstance(instrument, Contract)
 
@@ -237,9 +239,10 @@ def test_the_contract_catches(name: str, postgres_server: PostgresClient) -> Non
     assert " error" not in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.requirement("G7", "G8")
 @pytest.mark.parametrize("name", names(Scripted))
 def test_a_script_catches(name: str, postgres_server: PostgresClient) -> None:
-    """G7, G8: a broken consumer fails the one test that is meant for it, by an assertion of that test."""
+    """A broken consumer fails the one test that is meant for it, by an assertion of that test."""
     instrument = CAUGHT[name]
     assert isinstance(instrument, Scripted)
 
@@ -265,9 +268,10 @@ def database(postgres_server: PostgresClient) -> Iterator[str]:
         postgres_server.drop_database(name)
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.parametrize("name", names(Crash))
 def test_the_crash_matrix_catches(name: str, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """G13: the case passes on the sound library, and says of the broken one what is wrong."""
+    """The case passes on the sound library, and says of the broken one what is wrong."""
     instrument = CAUGHT[name]
     assert isinstance(instrument, Crash)
     monkeypatch.setattr(matrix, "PATIENCE", 5.0)  # a variant that never comes right is waited for as long as that
@@ -291,18 +295,20 @@ async def chaos(folder: Path, variant: str | None) -> set[str]:
     return {violation.check for violation in verdict.violations}
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.prove
 @pytest.mark.timeout(900)
 async def test_the_sound_library_survives_chaos(tmp_path: Path) -> None:
-    """G13: what catches variants below passes here."""
+    """What catches variants below passes here."""
     assert await chaos(tmp_path, None) == set()
 
 
+@pytest.mark.requirement("G13")
 @pytest.mark.prove
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", names(Chaos))
 async def test_chaos_catches(name: str, tmp_path: Path) -> None:
-    """G13: the check that is meant for it says what is wrong."""
+    """The check that is meant for it says what is wrong."""
     instrument = CAUGHT[name]
     assert isinstance(instrument, Chaos)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
+
 from postroom import Dead, Delivered, Message, Outcome, Release, Retry
 from postroom.verdict import NO_ANSWER, Verdict, judge
 
@@ -27,8 +29,9 @@ def verdict_of(
     )
 
 
+@pytest.mark.requirement("S2-38")
 def test_a_failure_waits_as_long_as_its_attempts_say() -> None:
-    """S2-38: next_attempt_at follows the policy, by the attempts so far."""
+    """Next_attempt_at follows the policy, by the attempts so far."""
     verdict = verdict_of((message(attempt=2), Retry("no")))
 
     assert verdict.outcomes == [Retry("no", 2 * SECOND)]
@@ -39,8 +42,9 @@ def test_a_publisher_may_choose_the_wait() -> None:
     assert verdict_of((message(), Retry("no", 9 * SECOND))).outcomes == [Retry("no", 9 * SECOND)]
 
 
+@pytest.mark.requirement("G2")
 def test_a_delivery_of_a_kind_of_its_own_is_a_delivery() -> None:
-    """G2: a publisher may say more than a store knows; the store must still be able to record it."""
+    """A publisher may say more than a store knows; the store must still be able to record it."""
 
     class Confirmed(Delivered):
         pass
@@ -50,44 +54,50 @@ def test_a_delivery_of_a_kind_of_its_own_is_a_delivery() -> None:
     assert [type(outcome) for outcome in verdict.outcomes] == [Delivered, Delivered]
 
 
+@pytest.mark.requirement("S2-44")
 def test_the_last_attempt_that_fails_makes_a_message_dead() -> None:
-    """S2-44: attempts >= max_attempts at failure is dead."""
+    """Attempts >= max_attempts at failure is dead."""
     verdict = verdict_of((message(attempt=2), Retry("no")), (message(attempt=3), Retry("no")))
 
     assert verdict.outcomes == [Retry("no", 2 * SECOND), Dead("no")]
 
 
+@pytest.mark.requirement("G9")
 def test_silence_beside_an_answer_of_the_same_topic_is_a_failure() -> None:
-    """G9: a message that hangs on a destination that works spends its attempts."""
+    """A message that hangs on a destination that works spends its attempts."""
     verdict = verdict_of((message(), None), (message(), Delivered()))
 
     assert verdict.outcomes == [Retry(NO_ANSWER, SECOND), Delivered()]
     assert verdict.down == []
 
 
+@pytest.mark.requirement("G9")
 def test_silence_while_other_calls_are_answered_is_a_failure() -> None:
-    """G9: what the destination answered in another call counts as well."""
+    """What the destination answered in another call counts as well."""
     verdict = verdict_of((message("a"), None), (message("b"), None), alive=frozenset({"a"}))
 
     assert verdict.outcomes == [Retry(NO_ANSWER, SECOND), Release()]
     assert verdict.down == [1]
 
 
+@pytest.mark.requirement("G13")
 def test_silence_of_a_whole_topic_is_an_outage() -> None:
-    """G13: when nothing is heard of a topic, it is down and no attempt is spent."""
+    """When nothing is heard of a topic, it is down and no attempt is spent."""
     verdict = verdict_of((message("a"), None), (message("a"), Release()), (message("b"), Delivered()))
 
     assert verdict.outcomes == [Release(), Release(), Delivered()]
     assert (verdict.answered, verdict.down) == ([2], [0, 1])
 
 
+@pytest.mark.requirement("G13")
 def test_an_outage_spends_no_attempt_even_on_the_last() -> None:
-    """G13: the last attempt is not used up by a destination that is down."""
+    """The last attempt is not used up by a destination that is down."""
     assert verdict_of((message(attempt=3), Release())).outcomes == [Release()]
 
 
+@pytest.mark.requirement("G6")
 def test_what_follows_a_failed_head_is_released() -> None:
-    """G6: when one of a run fails, the rest of its run is released; other keys are not touched."""
+    """When one of a run fails, the rest of its run is released; other keys are not touched."""
     verdict = verdict_of(
         (message(key="a"), Delivered()),
         (message(key="a"), Retry("no")),

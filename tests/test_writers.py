@@ -491,10 +491,11 @@ def business(databases: Databases, library: Library, identity: str) -> int:
 # -- what holds for all of them --------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("G1", "G3", "S2-01", "S2-17", "S2-21", "S4-18")
 async def test_message_and_business_row_are_committed_and_rolled_back_together(
     library: Library, databases: Databases, outbox: Outbox
 ) -> None:
-    """G1, G3, S2-01, S2-17, S2-21, S4-18: neither exists without the other."""
+    """Neither exists without the other."""
     kept, dropped = uuid4().hex, uuid4().hex
 
     async with library.opened(databases) as link:
@@ -517,8 +518,9 @@ async def test_message_and_business_row_are_committed_and_rolled_back_together(
     assert business(databases, library, dropped) == 0
 
 
+@pytest.mark.requirement("G1", "S2-21")
 async def test_message_added_first_is_rolled_back_too(library: Library, databases: Databases, outbox: Outbox) -> None:
-    """G1, S2-21: also where the library sends BEGIN only with its first statement."""
+    """Also where the library sends BEGIN only with its first statement."""
     async with library.opened(databases) as link:
         await link.begin()
         await awaited(outbox.add(link.handle, {"n": 1}, topic="first"))
@@ -527,10 +529,11 @@ async def test_message_added_first_is_rolled_back_too(library: Library, database
     assert stored(databases, library, outbox) == []
 
 
+@pytest.mark.requirement("G1", "S1-26")
 async def test_without_a_transaction_nothing_is_written_unless_asked_for(
     library: Library, databases: Databases, outbox: Outbox
 ) -> None:
-    """G1, S1-26: a message alone could outlive the business change that was rolled back."""
+    """A message alone could outlive the business change that was rolled back."""
     async with library.opened(databases, autocommit=True) as link:
         for events in ({"n": 1}, [], [{"n": 1}, {"n": 2}]):
             with pytest.raises(NotInTransactionError, match="outside_transaction=True"):
@@ -549,9 +552,10 @@ class PaymentTaken(NamedTuple):
     cents: int
 
 
+@pytest.mark.requirement("S2-17")
 @pytest.mark.parametrize("name", ["sqlite3", "asyncpg"])
 async def test_a_named_tuple_is_one_event(name: str, databases: Databases, outbox: Outbox) -> None:
-    """S2-17: as it is to the router, although Python counts it as a tuple."""
+    """As it is to the router, although Python counts it as a tuple."""
     library = named(name)
     async with library.opened(databases) as link:
         await link.begin()
@@ -568,6 +572,7 @@ async def test_a_named_tuple_is_one_event(name: str, databases: Databases, outbo
 ASYNC_LIBRARIES = ("asyncpg", "asyncpg-pool", "psycopg-async", "aiosqlite", "asyncmy")
 
 
+@pytest.mark.requirement("S2-17")
 @pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
 @pytest.mark.parametrize(
     "name",
@@ -579,7 +584,7 @@ async def test_an_add_that_is_never_awaited_is_named_in_the_warning(
     databases: Databases,
     outbox: Outbox,
 ) -> None:
-    """S2-17: Python says which call was meant, once, and not which function inside of the library."""
+    """Python says which call was meant, once, and not which function inside of the library."""
     event: object = [{"n": 1}, {"n": 2}] if many else {"n": 1}
     async with named(name).opened(databases) as link:
         await link.begin()
@@ -596,20 +601,22 @@ async def test_an_add_that_is_never_awaited_is_named_in_the_warning(
     assert [str(one.message) for one in caught] == ["coroutine 'Outbox.add' was never awaited"]
 
 
+@pytest.mark.requirement("S2-17")
 @pytest.mark.parametrize("name", ASYNC_LIBRARIES)
 async def test_messages_are_checked_by_the_call_and_not_when_it_is_awaited(
     name: str, databases: Databases, outbox: Outbox
 ) -> None:
-    """S2-17: the error is raised where the event is passed."""
+    """The error is raised where the event is passed."""
     async with named(name).opened(databases) as link:
         with pytest.raises(InvalidTopicError):
             _ = outbox.add(link.handle, {"n": 1}, topic="")
 
 
+@pytest.mark.requirement("G10", "S1-28", "S2-22", "S2-48")
 async def test_one_and_many_are_added_in_their_order_and_duplicates_are_told(
     library: Library, databases: Databases, outbox: Outbox
 ) -> None:
-    """G10, S2-22, S2-48, S1-28, Q2-1: the answer names the message that was there already."""
+    """The answer names the message that was there already."""
     message = Message(topic="given", payload=b"\x00\xff")
 
     async with library.opened(databases) as link:
@@ -649,10 +656,11 @@ def as_uuid(value: object) -> UUID:
     return UUID(bytes=value) if isinstance(value, bytes) else UUID(str(value))
 
 
+@pytest.mark.requirement("G11", "S1-28", "S2-24")
 async def test_a_batch_larger_than_one_statement_is_added_whole_and_in_order(
     library: Library, databases: Databases, outbox: Outbox
 ) -> None:
-    """S1-28, S2-24, G11: no statement grows with the batch."""
+    """No statement grows with the batch."""
     async with library.opened(databases) as link:
         await link.begin()
         added = await awaited(outbox.add(link.handle, [{"n": n} for n in range(1200)], topic="batch", key="k"))
@@ -671,10 +679,11 @@ async def test_a_batch_larger_than_one_statement_is_added_whole_and_in_order(
     assert set(stored(databases, library, outbox, "locked_by")) == {None}
 
 
+@pytest.mark.requirement("G11")
 async def test_a_missing_table_is_told_with_its_remedy_and_without_the_payload(
     library: Library, databases: Databases
 ) -> None:
-    """G11: SQLAlchemy shows the parameters of a statement that failed, so they are hidden."""
+    """SQLAlchemy shows the parameters of a statement that failed, so they are hidden."""
     elsewhere = Outbox(table="no_such_outbox")
 
     async with library.opened(databases) as link:
@@ -687,13 +696,14 @@ async def test_a_missing_table_is_told_with_its_remedy_and_without_the_payload(
     assert "canary-4111" not in f"{caught.value} {caught.value.__cause__}"
 
 
+@pytest.mark.requirement("G1", "S2-21")
 @pytest.mark.parametrize(
     "library", [library for library in LIBRARIES if library.database == PG], indirect=True, ids=lambda x: x.name
 )
 async def test_a_transaction_that_has_failed_is_called_so(
     library: Library, databases: Databases, outbox: Outbox
 ) -> None:
-    """G1, S2-21: PostgreSQL refuses every statement after an error until the rollback."""
+    """PostgreSQL refuses every statement after an error until the rollback."""
     async with library.opened(databases) as link:
         await link.begin()
         with pytest.raises(Exception, match="no_such_table"):
@@ -713,10 +723,11 @@ def named(name: str) -> Library:
     return next(library for library in LIBRARIES if library.name == name)
 
 
+@pytest.mark.requirement("G1", "S2-21")
 async def test_a_row_written_past_sqlalchemy_escapes_the_rollback_and_ours_does_not(
     databases: Databases, outbox: Outbox
 ) -> None:
-    """G1, S2-21: SQLAlchemy sends BEGIN with its first statement, so before it asyncpg itself is in no transaction."""
+    """SQLAlchemy sends BEGIN with its first statement, so before it asyncpg itself is in no transaction."""
     escaped = uuid4().hex
     library = named("async-connection-asyncpg")
 
@@ -732,10 +743,11 @@ async def test_a_row_written_past_sqlalchemy_escapes_the_rollback_and_ours_does_
     assert stored(databases, library, outbox) == []
 
 
+@pytest.mark.requirement("S2-21")
 async def test_codecs_that_the_caller_has_set_do_not_change_what_is_stored(
     databases: Databases, outbox: Outbox
 ) -> None:
-    """S2-21: asyncpg encodes by the codecs of the connection, whoever set them."""
+    """Asyncpg encodes by the codecs of the connection, whoever set them."""
     library = named("asyncpg")
     async with library.opened(databases) as link:
         for kind in ("json", "jsonb"):
@@ -752,8 +764,9 @@ async def test_codecs_that_the_caller_has_set_do_not_change_what_is_stored(
     assert all(item.is_new for item in many)
 
 
+@pytest.mark.requirement("S2-17")
 async def test_asyncpg_prepares_the_statement_of_add_once(databases: Databases, outbox: Outbox) -> None:
-    """S2-17: a second add on a connection costs one round trip."""
+    """A second add on a connection costs one round trip."""
     async with named("asyncpg").opened(databases) as link:
         await link.begin()
         for n in range(5):
@@ -767,10 +780,11 @@ async def test_asyncpg_prepares_the_statement_of_add_once(databases: Databases, 
     assert prepared == 2, "one for messages that have nothing special, one for the others"
 
 
+@pytest.mark.requirement("G1")
 async def test_a_session_that_does_not_begin_by_itself_is_refused_before_it_begins(
     databases: Databases, outbox: Outbox
 ) -> None:
-    """G1: SQLAlchemy's own error would not say what it means for the message."""
+    """SQLAlchemy's own error would not say what it means for the message."""
     opener = alchemy("postgresql+psycopg", lambda engine: orm.Session(engine, autobegin=False))
     async with Library("session", PG, opener).opened(databases) as link:
         with pytest.raises(NotInTransactionError, match=r"session\.begin"):
@@ -781,8 +795,9 @@ async def test_a_session_that_does_not_begin_by_itself_is_refused_before_it_begi
     assert stored(databases, named("psycopg"), outbox) == ["t"]
 
 
+@pytest.mark.requirement("G11")
 async def test_a_batch_larger_than_a_packet_is_added_whole(databases: Databases, outbox: Outbox) -> None:
-    """G11: MariaDB takes 16 MiB at once, and a payload may double when its bytes are escaped."""
+    """MariaDB takes 16 MiB at once, and a payload may double when its bytes are escaped."""
     library = named("pymysql")
     payload = b"\x00'\\\xff" * (64 * 1024)
     async with library.opened(databases) as link:
@@ -793,10 +808,11 @@ async def test_a_batch_larger_than_a_packet_is_added_whole(databases: Databases,
     assert stored(databases, library, outbox, "LENGTH(payload)") == [len(payload)] * 80
 
 
+@pytest.mark.requirement("G10")
 async def test_a_duplicate_that_the_snapshot_cannot_see_is_a_serialization_failure_and_no_second_row(
     databases: Databases, outbox: Outbox
 ) -> None:
-    """G10, Q2-1: at REPEATABLE READ PostgreSQL asks for the whole transaction to be run again; then it is told."""
+    """At REPEATABLE READ PostgreSQL asks for the whole transaction to be run again; then it is told."""
     async with named("asyncpg").opened(databases) as late, named("asyncpg").opened(databases) as early:
         async with early.handle.transaction():
             first = await outbox.add(early.handle, {"n": 0}, topic="t", dedupe_key="seen")
@@ -814,11 +830,12 @@ async def test_a_duplicate_that_the_snapshot_cannot_see_is_a_serialization_failu
     assert len(stored(databases, named("asyncpg"), outbox)) == 2
 
 
+@pytest.mark.requirement("G10", "S2-22")
 @pytest.mark.parametrize("kind", ["pymysql", "asyncmy"])
 async def test_a_duplicate_that_the_snapshot_cannot_see_is_told_on_mariadb(
     kind: str, databases: Databases, outbox: Outbox
 ) -> None:
-    """G10, S2-22, Q2-1: its default isolation reads a snapshot, past which the id is looked up."""
+    """Its default isolation reads a snapshot, past which the id is looked up."""
     async with named(kind).opened(databases) as late, named(kind).opened(databases) as early:
         await late.execute("SELECT count(*) FROM postroom_outbox")
         winner = await awaited(outbox.add(early.handle, {"n": 1}, topic="t", dedupe_key="k"))
@@ -830,8 +847,9 @@ async def test_a_duplicate_that_the_snapshot_cannot_see_is_told_on_mariadb(
     assert len(stored(databases, named(kind), outbox)) == 1
 
 
+@pytest.mark.requirement("S2-17")
 async def test_a_producer_without_the_right_to_read_can_add(databases: Databases, outbox: Outbox) -> None:
-    """S2-17: an outbox may be a letter box."""
+    """An outbox may be a letter box."""
     role = f"r{uuid4().hex}"
     look(databases, PG, f"CREATE ROLE {role}")
     look(databases, PG, f"GRANT INSERT ON postroom_outbox TO {role}")
@@ -860,12 +878,13 @@ class Paid:
     n: int
 
 
+@pytest.mark.requirement("S2-16", "S2-24")
 @pytest.mark.parametrize("events", [[Placed(1), Placed(2)], [Placed(1), Paid(2)]], ids=["alike", "mixed"])
 @pytest.mark.parametrize("name", ["asyncpg", "psycopg", "sqlite3", "pymysql"])
 async def test_many_at_once_are_stored_as_one_by_one(
     name: str, events: list[object], databases: Databases, outbox: Outbox
 ) -> None:
-    """S2-16, S2-24: PostgreSQL has a quicker statement for messages that differ in their payload only."""
+    """PostgreSQL has a quicker statement for messages that differ in their payload only."""
     tenant, due = uuid4(), datetime(2031, 1, 1, tzinfo=UTC)
     columns = ("topic", "type", "key", "tenant_id", "payload", "content_type", "headers", "next_attempt_at", "status")
     quoted = ["`key`" if column == "key" and named(name).database == MY else column for column in columns]
@@ -887,11 +906,12 @@ async def test_many_at_once_are_stored_as_one_by_one(
     assert rows[:2] == rows[2:]
 
 
+@pytest.mark.requirement("G3", "S2-34")
 @pytest.mark.parametrize("name", ["django-sqlite", "django-postgres"])
 async def test_django_wakes_after_the_commit_and_not_after_a_rollback(
     name: str, databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S2-34, G3: through `on_commit`, which knows of savepoints too."""
+    """Through `on_commit`, which knows of savepoints too."""
     monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")
     rung: list[str] = []
     outbox = Outbox(namespace=f"ns-{uuid4().hex}", wake=lambda: rung.append("woken"))

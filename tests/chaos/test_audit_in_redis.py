@@ -204,7 +204,7 @@ async def test_what_consumers_leave_behind_in_redis_is_read_past_the_library(pla
 
 
 async def test_a_message_has_one_claim_at_a_time(place: Place) -> None:
-    """C4: another worker that asks for messages gets none that somebody holds."""
+    """Another worker that asks for messages gets none that somebody holds."""
     await place.add(3)
 
     await place.claim()
@@ -214,7 +214,7 @@ async def test_a_message_has_one_claim_at_a_time(place: Place) -> None:
 
 
 async def test_what_was_only_claimed_is_not_marked_as_delivered(place: Place) -> None:
-    """C1: whoever claimed it may die before anybody has it."""
+    """Whoever claimed it may die before anybody has it."""
     await place.add(3)
 
     await place.claim()

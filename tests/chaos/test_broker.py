@@ -93,8 +93,9 @@ def number(delivery: Delivery) -> int:
     return int(told["n"])
 
 
+@pytest.mark.requirement("G2")
 async def test_every_group_gets_every_message_until_it_acknowledges_it(office: Office, tmp_path: Path) -> None:
-    """G2: what the receiver has confirmed is kept for each group."""
+    """What the receiver has confirmed is kept for each group."""
     await office.publish(1, 2)
 
     for group in ("stock", "billing"):
@@ -179,8 +180,9 @@ async def test_a_message_of_a_key_that_is_done_is_not_missed_by_who_held_it_as_w
         assert number(await anext(line)) == 2
 
 
+@pytest.mark.requirement("G2")
 async def test_a_broker_that_was_killed_knows_everything_that_it_confirmed(office: Office, tmp_path: Path) -> None:
-    """G2: its history is written before anything is answered, and a new life begins with it."""
+    """Its history is written before anything is answered, and a new life begins with it."""
     await office.publish(1, 2)
     async with lined(office, tmp_path) as line:
         first, second = await anext(line), await anext(line)

@@ -66,11 +66,14 @@ async def unleash(store: str, seconds: float, folder: Path) -> tuple[int, str, d
     return await process.wait(), out.decode(), json.loads((folder / "verdict.json").read_text())
 
 
+@pytest.mark.requirement(
+    "G1", "G2", "G3", "G4", "G6", "G7", "G8", "G9", "G10", "G12", "G13", "S2-32", "S2-47", "S2-49", "S2-50", "S4-20"
+)
 @pytest.mark.timeout(3600)
 async def test_nothing_is_lost_doubled_or_reordered_while_everything_fails(
     store: str, seconds: float, tmp_path: Path
 ) -> None:
-    """S2-32, S2-47, S2-49, S2-50, S4-20, G1 to G4, G6 to G10, G12, G13: faults under load, then the checker."""
+    """Faults under load, then the checker."""
     code, line, verdict = await unleash(store, seconds, tmp_path)
     print(line)  # noqa: T201 -- the figures, and the seed to repeat them with
 

@@ -102,15 +102,17 @@ def message() -> Message:
     return Message(topic="orders", type="orders", payload=b"{}", attempt=1, token=1)
 
 
+@pytest.mark.requirement("G8")
 async def test_a_message_is_acknowledged_when_its_effect_is_there_for_all_to_see(on_sqlite: Room) -> None:
-    """G8, C8: at the moment of the ack, another connection finds the effect."""
+    """At the moment of the ack, another connection finds the effect."""
     said = await on_sqlite.deliver(on_sqlite.consumer(on_sqlite.effect), message())
 
     assert said == (Delivered(), 1, 0)
 
 
+@pytest.mark.requirement("G7")
 async def test_a_duplicate_is_acknowledged_and_has_no_effect(on_postgres: Room) -> None:
-    """G7, C7: also where the statement that finds it could have spoilt the transaction."""
+    """Also where the statement that finds it could have spoilt the transaction."""
     consumer, twice = on_postgres.consumer(on_postgres.effect), message()
 
     first = await on_postgres.deliver(consumer, twice)
@@ -119,8 +121,9 @@ async def test_a_duplicate_is_acknowledged_and_has_no_effect(on_postgres: Room) 
     assert (first, second) == ((Delivered(), 1, 0), (Delivered(), 1, 0))
 
 
+@pytest.mark.requirement("G7")
 async def test_a_message_whose_handler_failed_is_handled_when_it_comes_again(on_postgres: Room) -> None:
-    """G7, C7: its mark in the inbox is gone with its effect."""
+    """Its mark in the inbox is gone with its effect."""
 
     async def fail_once(received: Message, transaction: Transaction) -> None:
         await on_postgres.effect(received, transaction)
@@ -136,8 +139,9 @@ async def test_a_message_whose_handler_failed_is_handled_when_it_comes_again(on_
     assert await on_postgres.deliver(consumer, replace(sent, attempt=2)) == (Delivered(), 1, 0)
 
 
+@pytest.mark.requirement("G8")
 async def test_a_message_whose_handler_swallowed_an_error_is_not_acknowledged(on_postgres: Room) -> None:
-    """G8, C8: PostgreSQL answers the COMMIT of a failed transaction with ROLLBACK, and calls that success."""
+    """PostgreSQL answers the COMMIT of a failed transaction with ROLLBACK, and calls that success."""
 
     async def stumble(received: Message, transaction: Transaction) -> None:
         await on_postgres.effect(received, transaction)
@@ -153,8 +157,9 @@ async def test_a_message_whose_handler_swallowed_an_error_is_not_acknowledged(on
     assert await on_postgres.deliver(consumer, replace(sent, attempt=2)) == (Delivered(), 1, 0)
 
 
+@pytest.mark.requirement("G7")
 async def test_two_consumers_of_a_message_each_have_its_effect(on_sqlite: Room) -> None:
-    """G7, C8: the inbox goes by consumer and message."""
+    """The inbox goes by consumer and message."""
     sent = message()
     for name in ("stock", "billing"):
 
@@ -166,8 +171,9 @@ async def test_two_consumers_of_a_message_each_have_its_effect(on_sqlite: Room) 
     assert [effect.consumer for effect in on_sqlite.truth.effects()] == ["stock", "billing"]
 
 
+@pytest.mark.requirement("G8", "G12")
 async def test_a_message_whose_commit_got_no_answer_is_not_acknowledged(on_postgres: Room) -> None:
-    """G8, G12, C8: the session dies in the middle of COMMIT, and nothing was stored."""
+    """The session dies in the middle of COMMIT, and nothing was stored."""
     tables_of(on_postgres).query("""
         CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS
         $$ BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END $$
@@ -184,8 +190,9 @@ async def test_a_message_whose_commit_got_no_answer_is_not_acknowledged(on_postg
     assert await on_postgres.deliver(consumer, replace(sent, attempt=2, token=2)) == (Delivered(), 1, 0)
 
 
+@pytest.mark.requirement("G8", "G13")
 async def test_a_message_that_the_database_was_away_for_has_lost_no_attempt(on_postgres: Room) -> None:
-    """G8, G13, C9: it is given back, neither acknowledged nor failed."""
+    """It is given back, neither acknowledged nor failed."""
 
     async def lose(received: Message, transaction: Transaction) -> None:
         await on_postgres.effect(received, transaction)
@@ -200,8 +207,9 @@ async def test_a_message_that_the_database_was_away_for_has_lost_no_attempt(on_p
     assert await on_postgres.deliver(consumer, replace(sent, attempt=2)) == (Delivered(), 1, 0)
 
 
+@pytest.mark.requirement("G7")
 async def test_two_deliveries_at_once_have_one_effect_where_a_message_is_marked_last(on_postgres: Room) -> None:
-    """G7, C7: both handlers run, and one of them is undone."""
+    """Both handlers run, and one of them is undone."""
     together = asyncio.Barrier(2)
 
     async def meet(received: Message, transaction: Transaction) -> None:
@@ -218,8 +226,9 @@ async def test_two_deliveries_at_once_have_one_effect_where_a_message_is_marked_
     assert [outcome for outcome, _, _ in said] == [Delivered(), Delivered()]
 
 
+@pytest.mark.requirement("G8", "G9")
 async def test_a_message_that_is_put_aside_is_acknowledged_when_the_letter_is_there(on_sqlite: Room) -> None:
-    """G8, G9, C8: at the moment of the ack, another connection finds the dead letter and no effect."""
+    """At the moment of the ack, another connection finds the dead letter and no effect."""
 
     async def reject(received: Message, transaction: Transaction) -> None:
         await on_sqlite.effect(received, transaction)

@@ -69,8 +69,9 @@ async def insist(room: Room, consumer: Consumer, sent: Message) -> tuple[Outcome
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.requirement("S0-16", "S0-17", "S0-18", "S0-19")
 async def test_a_message_whose_consumer_died_is_handled_when_it_comes_again(on_redis: MakeRoom) -> None:
-    """S0-16, S0-17, S0-18, S0-19, C8: who died before the commit holds a message until the lease ends, no longer."""
+    """Who died before the commit holds a message until the lease ends, no longer."""
     room, sent = on_redis(), message()
     consumer = room.consumer(room.effect)
     dying = await asyncio.create_subprocess_exec(
@@ -83,8 +84,9 @@ async def test_a_message_whose_consumer_died_is_handled_when_it_comes_again(on_r
     assert said == (Delivered(), 1, 0), "a message without an effect was acknowledged"
 
 
+@pytest.mark.requirement("G7", "S0-35")
 async def test_a_duplicate_in_redis_is_acknowledged_and_has_no_effect(on_redis: MakeRoom) -> None:
-    """S0-35, G7, C7: the commit has left a mark."""
+    """The commit has left a mark."""
     room, twice = on_redis(), message()
     consumer = room.consumer(room.effect)
 
@@ -94,8 +96,9 @@ async def test_a_duplicate_in_redis_is_acknowledged_and_has_no_effect(on_redis: 
     assert (first, second) == ((Delivered(), 1, 0), (Delivered(), 1, 0))
 
 
+@pytest.mark.requirement("G8")
 async def test_a_message_that_somebody_else_is_handling_is_given_back(on_redis: MakeRoom) -> None:
-    """G8, C8: that one may fail yet, as it does here."""
+    """That one may fail yet, as it does here."""
     room, sent = on_redis(lease=timedelta(seconds=PATIENCE)), message()
     begun, other = asyncio.Event(), asyncio.Event()
 
@@ -143,8 +146,9 @@ async def overtaken(room: Room, *, first_fails: bool) -> Outcome:
     return late
 
 
+@pytest.mark.requirement("G7")
 async def test_who_was_away_for_too_long_has_no_effect(on_redis: MakeRoom) -> None:
-    """G7, C7: the commit finds the mark of another one, and applies nothing."""
+    """The commit finds the mark of another one, and applies nothing."""
     room = on_redis(longest=NEVER)
 
     late = await overtaken(room, first_fails=False)
@@ -153,8 +157,9 @@ async def test_who_was_away_for_too_long_has_no_effect(on_redis: MakeRoom) -> No
     assert late == Delivered()
 
 
+@pytest.mark.requirement("S0-37")
 async def test_who_fails_too_late_leaves_the_mark_of_another_alone(on_redis: MakeRoom) -> None:
-    """S0-37, C7: only the own claim is given up, so that the message stays known as handled."""
+    """Only the own claim is given up, so that the message stays known as handled."""
     room = on_redis(longest=NEVER)
 
     late = await overtaken(room, first_fails=True)
@@ -163,8 +168,9 @@ async def test_who_fails_too_late_leaves_the_mark_of_another_alone(on_redis: Mak
     assert isinstance(late, Retry)
 
 
+@pytest.mark.requirement("G7", "S0-30")
 async def test_a_commit_that_cannot_be_applied_as_a_whole_has_no_effect(on_redis: MakeRoom) -> None:
-    """S0-30, G7, C7: a command that would fail after another was applied is found before."""
+    """A command that would fail after another was applied is found before."""
     room, sent = on_redis(), message()
 
     async def stumble(received: Message, transaction: Transaction) -> None:
@@ -195,6 +201,7 @@ def slow_once(monkeypatch: pytest.MonkeyPatch, script: Callable[[], Script]) -> 
     monkeypatch.setattr(Client, "evaluate", evaluate)
 
 
+@pytest.mark.requirement("G8", "S0-36")
 @pytest.mark.parametrize(
     ("script", "mode"),
     [
@@ -206,7 +213,7 @@ def slow_once(monkeypatch: pytest.MonkeyPatch, script: Callable[[], Script]) -> 
 async def test_a_message_that_the_server_did_not_answer_for_in_time_has_lost_no_attempt(
     on_redis: MakeRoom, monkeypatch: pytest.MonkeyPatch, script: Callable[[], Script], mode: Mode
 ) -> None:
-    """S0-36, G8, C9: a server that is slow is no fault of the message, wherever that strikes."""
+    """A server that is slow is no fault of the message, wherever that strikes."""
     room, sent = on_redis(), message()
     consumer = room.consumer(room.effect, mode=mode)
     slow_once(monkeypatch, script)

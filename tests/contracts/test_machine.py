@@ -16,8 +16,11 @@ MakeHarness = Callable[[], Awaitable[StoreHarness]]
 pytestmark = pytest.mark.timeout(3600)
 
 
+@pytest.mark.requirement(
+    "G2", "G3", "G4", "G6", "G9", "G10", "S2-27", "S2-28", "S2-32", "S2-39", "S2-40", "S2-45", "S2-46"
+)
 def test_the_memory_store_agrees_with_the_model(make_memory: MakeHarness) -> None:
-    """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: and the programs are no idle ones."""
+    """And the programs are no idle ones."""
     wanted = {
         "claimed again",
         "delivered after death",
@@ -42,21 +45,33 @@ def test_the_memory_store_agrees_with_the_model(make_memory: MakeHarness) -> Non
     assert {name for name in wanted if not seen[name]} == set()
 
 
+@pytest.mark.requirement(
+    "G2", "G3", "G4", "G6", "G9", "G10", "S2-27", "S2-28", "S2-32", "S2-39", "S2-40", "S2-45", "S2-46"
+)
 def test_the_sqlite_store_agrees_with_the_model(make_sqlite: MakeHarness) -> None:
-    """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: on SQLite."""
+    """On SQLite."""
     assert check_store(make_sqlite, examples=30)["claimed"]
 
 
+@pytest.mark.requirement(
+    "G2", "G3", "G4", "G6", "G9", "G10", "S2-27", "S2-28", "S2-32", "S2-39", "S2-40", "S2-45", "S2-46"
+)
 def test_the_postgres_store_agrees_with_the_model(make_asyncpg: MakeHarness) -> None:
-    """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: on PostgreSQL."""
+    """On PostgreSQL."""
     assert check_store(make_asyncpg, examples=20)["claimed"]
 
 
+@pytest.mark.requirement(
+    "G2", "G3", "G4", "G6", "G9", "G10", "S2-27", "S2-28", "S2-32", "S2-39", "S2-40", "S2-45", "S2-46"
+)
 def test_the_mysql_store_agrees_with_the_model(make_mariadb: MakeHarness) -> None:
-    """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: on MariaDB."""
+    """On MariaDB."""
     assert check_store(make_mariadb, examples=10)["claimed"]
 
 
+@pytest.mark.requirement(
+    "G2", "G3", "G4", "G6", "G9", "G10", "S2-27", "S2-28", "S2-32", "S2-39", "S2-40", "S2-45", "S2-46"
+)
 def test_the_redis_store_agrees_with_the_model(make_valkey: MakeHarness) -> None:
-    """S2-27, S2-28, S2-32, S2-39, S2-40, S2-45, S2-46, G2, G3, G4, G6, G9, G10: on Valkey."""
+    """On Valkey."""
     assert check_store(make_valkey, examples=50)["claimed"]

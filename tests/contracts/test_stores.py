@@ -69,8 +69,9 @@ class TestMySQLStoreOnMariaDB(StoreContract):
             yield harness
 
 
+@pytest.mark.requirement("S0-31")
 class TestRedisStore(StoreContract):
-    """S0-31: on Redis and on Valkey, alone and in a cluster."""
+    """On Redis and on Valkey, alone and in a cluster."""
 
     @pytest.fixture
     async def harness(self, make_in_redis: MakeHarness) -> AsyncIterator[StoreHarness]:
@@ -78,8 +79,9 @@ class TestRedisStore(StoreContract):
             yield harness
 
 
+@pytest.mark.requirement("S0-31")
 class TestRedisStreamStore(StoreContract):
-    """S0-31: on Redis and on Valkey, alone and in a cluster."""
+    """On Redis and on Valkey, alone and in a cluster."""
 
     @pytest.fixture
     async def harness(self, make_in_stream: MakeHarness) -> AsyncIterator[StoreHarness]:

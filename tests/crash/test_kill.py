@@ -57,9 +57,10 @@ async def _is_drained(store: SQLiteStore) -> bool:
     return stats.pending == 0 and stats.processing == 0
 
 
+@pytest.mark.requirement("G9")
 @pytest.mark.timeout(180)
 async def test_a_message_that_kills_its_worker_ends_dead_and_takes_nobody_with_it(tmp_path: Path) -> None:
-    """G9: crashes count as attempts; the neighbours of the poison are all delivered in spite of it."""
+    """Crashes count as attempts; the neighbours of the poison are all delivered in spite of it."""
     path, journal = tmp_path / "outbox.sqlite3", tmp_path / "journal"
     store = SQLiteStore(path)
     await store.apply_schema()

@@ -64,13 +64,38 @@ def _matrix() -> Iterator[object]:
                 yield make(case, lane, store, id=f"{store}-{lane}-{case.name}")
 
 
+@pytest.mark.requirement(
+    "G1",
+    "G2",
+    "G3",
+    "G4",
+    "G6",
+    "G7",
+    "G8",
+    "G9",
+    "G12",
+    "G13",
+    "F-14",
+    "F-15",
+    "F-16",
+    "F-17",
+    "F-20",
+    "S1-01",
+    "S1-15",
+    "S1-20",
+    "S1-21",
+    "S1-27",
+    "S2-21",
+    "S2-33",
+    "S2-37",
+    "S2-39",
+    "S2-40",
+    "S2-45",
+    "S2-50",
+)
 @pytest.mark.parametrize(("case", "lane", "url"), list(_matrix()), indirect=["url"])
 def test_what_a_crash_leaves_behind_is_what_the_table_says(case: Case, lane: str, url: str, tmp_path: Path) -> None:
-    """Reliability 3.1, 3.5 and 3.10: a case for each row.
-
-    G1, G2, G3, G4, G6, G7, G8, G9, G12, G13, S2-21, S2-33, S2-37, S2-39, S2-40, S2-45, S2-50.
-    F-14, F-15, F-16, F-17, F-20, S1-01, S1-15, S1-20, S1-21, S1-27: the rows of consumers.
-    """
+    """A case for each row of the table of crashes."""
     run_case(case, url, tmp_path, lane=lane)
 
 

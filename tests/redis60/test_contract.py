@@ -10,9 +10,8 @@ from postroom.testing.contracts import StoreContract, StoreHarness
 from tests.contracts.in_redis import RedisHarness
 
 
+@pytest.mark.requirement("S0-04")
 class TestRedisStore(StoreContract):
-    """S0-04."""
-
     @pytest.fixture
     async def harness(self, redis_url: str) -> AsyncIterator[StoreHarness]:
         harness = RedisHarness(redis_url)

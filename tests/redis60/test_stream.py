@@ -1,5 +1,9 @@
-"""S0-04: what tests/test_redis_stream.py says, on Redis 6.0."""
+"""What tests/test_redis_stream.py says, on Redis 6.0."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.test_redis_stream import *  # noqa: F403 -- the same tests, on another server
+
+pytestmark = pytest.mark.requirement("S0-04")

@@ -59,9 +59,10 @@ def check(
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=110)
 
 
+@pytest.mark.requirement("S2-17", "S4-03")
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_user_code_is_understood_and_its_mistakes_are_found(checker: str) -> None:
-    """S2-17, S4-03: sync gives the answer, async an awaitable, a list a list; a wrong option or connection is told."""
+    """Sync gives the answer, async an awaitable, a list a list; a wrong option or connection is told."""
     pytest.importorskip(checker)
 
     done = check(checker, FOLDER / "user_code.py")
@@ -69,9 +70,10 @@ def test_user_code_is_understood_and_its_mistakes_are_found(checker: str) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.requirement("S2-17")
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_the_checkers_do_look_at_user_code(checker: str, tmp_path: Path) -> None:
-    """S2-17: a checker that finds nothing wrong with anything would prove nothing."""
+    """A checker that finds nothing wrong with anything would prove nothing."""
     pytest.importorskip(checker)
     wrong = tmp_path / "user_code_with_an_error.py"
     text = (FOLDER / "user_code.py").read_text()
@@ -88,9 +90,10 @@ def test_the_checkers_do_look_at_user_code(checker: str, tmp_path: Path) -> None
     assert "AddResult" in done.stdout
 
 
+@pytest.mark.requirement("S2-17")
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_forgotten_await_is_reported_without_any_setting(checker: str, tmp_path: Path) -> None:
-    """S2-17: the order would be committed without its message."""
+    """The order would be committed without its message."""
     pytest.importorskip(checker)
     paths = [tmp_path / f"forgotten_{number}.py" for number in range(len(ASYNC_KINDS))]
     for path, kind in zip(paths, ASYNC_KINDS, strict=True):

@@ -30,7 +30,7 @@ class AddingContract:
     """How messages come into a store."""
 
     async def test_a_committed_message_waits_as_pending_untried_unlocked_and_due(self, harness: StoreHarness) -> None:
-        """S2-06, S2-24: what a new row says."""
+        """What a new row says."""
         [added] = await harness.add(numbered(1))
 
         [row] = await harness.rows()
@@ -42,14 +42,14 @@ class AddingContract:
         assert -MINUTE < row.due_in <= timedelta(0)
 
     async def test_a_rolled_back_message_leaves_nothing(self, harness: StoreHarness) -> None:
-        """G1, G3, S2-21, S4-20: no phantom."""
+        """No phantom."""
         await harness.add_and_roll_back(numbered(1), numbered(2, key="a"))
 
         assert await harness.rows() == []
         assert await harness.store.claim(10, TERMS) == []
 
     async def test_a_message_cannot_be_claimed_before_its_commit(self, harness: StoreHarness) -> None:
-        """G3: a store with one writer may let the claim wait, but never see what is not committed."""
+        """A store with one writer may let the claim wait, but never see what is not committed."""
         async with harness.transaction() as transaction:
             await harness.write(transaction, numbered(1))
             early = asyncio.create_task(harness.store.claim(10, TERMS))
@@ -60,7 +60,7 @@ class AddingContract:
         assert numbers(await early + await harness.store.claim(10, TERMS)) == [1]
 
     async def test_a_transaction_that_rolls_back_late_is_never_claimed(self, harness: StoreHarness) -> None:
-        """G3: also not by a claim that was waiting for it."""
+        """Also not by a claim that was waiting for it."""
         claiming: list[asyncio.Task[list[Claim]]] = []
         with pytest.raises(ZeroDivisionError):
             async with harness.transaction() as transaction:
@@ -73,7 +73,7 @@ class AddingContract:
         assert await harness.store.claim(10, TERMS) == []
 
     async def test_a_message_comes_out_as_it_went_in(self, harness: StoreHarness) -> None:
-        """G5, S2-17, S2-19, S2-41, S4-04: id, names, bytes and headers survive the store."""
+        """Id, names, bytes and headers survive the store."""
         message = Message(
             topic="orders",
             type="order.placed",
@@ -94,14 +94,14 @@ class AddingContract:
         assert abs(datetime.now(UTC) - claim.message.time) < MINUTE
 
     async def test_one_call_adds_many_messages_in_their_order(self, harness: StoreHarness) -> None:
-        """S2-31: arrival order is the order of the call."""
+        """Arrival order is the order of the call."""
         added = await harness.add(*[numbered(n) for n in range(1, 31)])
 
         assert [one.is_new for one in added] == [True] * 30
         assert [row.id for row in await harness.rows()] == [one.id for one in added]
 
     async def test_a_delayed_message_is_claimed_only_when_it_is_due(self, harness: StoreHarness) -> None:
-        """S2-27: due means due."""
+        """Due means due."""
         await harness.add(numbered(1), delay=10 * MINUTE)
 
         early = await harness.store.claim(10, TERMS)
@@ -114,7 +114,7 @@ class AddingContract:
         assert numbers(due) == [1]
 
     async def test_a_message_with_a_due_time_is_claimed_only_then(self, harness: StoreHarness) -> None:
-        """S2-27: a moment, in whatever time zone, is as good as a delay."""
+        """A moment, in whatever time zone, is as good as a delay."""
         await harness.add(numbered(1), due_at=datetime.now(UTC).astimezone() + 10 * MINUTE)
 
         early = await harness.store.claim(10, TERMS)
@@ -125,7 +125,7 @@ class AddingContract:
         assert numbers(due) == [1]
 
     async def test_adding_the_same_message_again_adds_nothing(self, harness: StoreHarness) -> None:
-        """G5: one id is one message."""
+        """One id is one message."""
         _skip_without_duplicates(harness)
         message = numbered(1)
         await harness.add(message)
@@ -136,7 +136,7 @@ class AddingContract:
         assert len(await harness.rows()) == 1
 
     async def test_a_duplicate_is_told_and_named_and_not_stored(self, harness: StoreHarness) -> None:
-        """S2-11, S2-22, S2-48, G10: one row for a dedupe key, and no error."""
+        """One row for a dedupe key, and no error."""
         _skip_without_duplicates(harness)
         [first] = await harness.add(numbered(1, dedupe_key="order-1"))
 
@@ -146,7 +146,7 @@ class AddingContract:
         assert [row.id for row in await harness.rows()] == [first.id]
 
     async def test_of_duplicates_in_one_call_the_first_is_added(self, harness: StoreHarness) -> None:
-        """G10: also among messages that come together with others."""
+        """Also among messages that come together with others."""
         _skip_without_duplicates(harness)
         one, two, three = numbered(1, dedupe_key="x"), numbered(2, dedupe_key="x"), numbered(3)
 
@@ -156,7 +156,7 @@ class AddingContract:
         assert numbers(await harness.store.claim(10, TERMS)) == [1, 3]
 
     async def test_a_dedupe_key_counts_within_its_namespace_and_topic(self, harness: StoreHarness) -> None:
-        """S2-05, S2-11: others may use the same key for something else."""
+        """Others may use the same key for something else."""
         [first] = await harness.add(numbered(1, dedupe_key="x"))
         [topic] = await harness.add(numbered(2, dedupe_key="x", topic="invoices"))
         [namespace] = await harness.add(numbered(3, dedupe_key="x"), namespace="elsewhere")
@@ -165,21 +165,21 @@ class AddingContract:
         assert len(await harness.rows()) == 3
 
     async def test_tenants_cannot_get_into_the_way_of_each_other(self, harness: StoreHarness) -> None:
-        """S2-13, S2-14, G10: a tenant's dedupe keys are its own."""
+        """A tenant's dedupe keys are its own."""
         [red] = await harness.add(numbered(1, tenant_id=RED, dedupe_key=f"{RED.hex}/order-1"))
         [blue] = await harness.add(numbered(2, tenant_id=BLUE, dedupe_key=f"{BLUE.hex}/order-1"))
 
         assert [red.is_new, blue.is_new] == [True, True]
 
     async def test_a_dedupe_key_of_another_tenant_is_refused_and_nothing_is_stored(self, harness: StoreHarness) -> None:
-        """S2-15: neither that message nor the one before it in the call."""
+        """Neither that message nor the one before it in the call."""
         with pytest.raises(TenantMismatchError):
             await harness.add(numbered(1), numbered(2, tenant_id=RED, dedupe_key=f"{BLUE.hex}/order-1"))
 
         assert await harness.rows() == []
 
     async def test_a_rolled_back_dedupe_key_is_free_again(self, harness: StoreHarness) -> None:
-        """G10, S2-48: only what committed is a duplicate's first."""
+        """Only what committed is a duplicate's first."""
         await harness.add_and_roll_back(numbered(1, dedupe_key="x"))
 
         [added] = await harness.add(numbered(2, dedupe_key="x"))
@@ -188,7 +188,7 @@ class AddingContract:
         assert numbers(await harness.store.claim(10, TERMS)) == [2]
 
     async def test_a_delivered_message_keeps_its_dedupe_key_until_it_is_purged(self, harness: StoreHarness) -> None:
-        """G10, S2-48: the retention of delivered messages is how far back duplicates are known."""
+        """The retention of delivered messages is how far back duplicates are known."""
         _skip_without_duplicates(harness)
         await harness.add(numbered(1, dedupe_key="x"))
         await harness.store.settle([Settlement(c, Delivered()) for c in await harness.store.claim(10, TERMS)])
@@ -201,7 +201,7 @@ class AddingContract:
         assert [before.is_new, after.is_new] == [False, True]
 
     async def test_of_many_that_race_with_one_dedupe_key_one_is_added(self, harness: StoreHarness) -> None:
-        """S2-23, S2-48, G10: the losers learn the id of the winner."""
+        """The losers learn the id of the winner."""
         _skip_without_duplicates(harness)
         results = await asyncio.gather(*[harness.add(numbered(n, dedupe_key="x")) for n in range(8)])
 

@@ -27,7 +27,7 @@ class ChoosingContract:
 
     @pytest.mark.parametrize("key", [None, "a"])
     async def test_a_claim_returns_no_more_bytes_than_it_may(self, harness: StoreHarness, key: str | None) -> None:
-        """G11: what did not fit was not leased, and comes with the next claims in its order."""
+        """What did not fit was not leased, and comes with the next claims in its order."""
         await harness.add(*[_large(number, key=key) for number in range(7)])
 
         batches = [await harness.store.claim(10, terms(max_bytes=35_000)) for _ in range(3)]
@@ -44,7 +44,7 @@ class ChoosingContract:
             assert numbers(await harness.store.claim(10, terms(max_bytes=35_000))) == [3, 4, 5]
 
     async def test_the_bytes_of_all_keys_are_counted_together(self, harness: StoreHarness) -> None:
-        """G6, G11: a run of a key is cut, and nothing of it is left out in between."""
+        """A run of a key is cut, and nothing of it is left out in between."""
         await harness.add(*[_large(number, key=f"k{number % 4}") for number in range(12)])
 
         sent: list[int] = []
@@ -63,7 +63,7 @@ class ChoosingContract:
     async def test_a_message_that_is_larger_than_a_claim_is_claimed_alone(
         self, harness: StoreHarness, key: str | None
     ) -> None:
-        """G2, G11: every claim makes progress, whatever the bound."""
+        """Every claim makes progress, whatever the bound."""
         await harness.add(numbered(0, key=key), _large(1, key=key), _large(2, key=key), numbered(3, key=key))
 
         sent: list[list[int]] = []
@@ -75,7 +75,7 @@ class ChoosingContract:
         assert sent == [[0], [1], [2], [3]]
 
     async def test_messages_with_and_without_a_key_share_the_bytes_of_a_claim(self, harness: StoreHarness) -> None:
-        """G11: however a store looks for the two kinds."""
+        """However a store looks for the two kinds."""
         await harness.add(*[_large(number, key="a" if number % 2 else None) for number in range(6)])
 
         batches = [await harness.store.claim(10, terms(max_bytes=25_000)) for _ in range(8)]
@@ -84,7 +84,7 @@ class ChoosingContract:
         assert {0, 2, 4, 1} <= {number for batch in batches for number in numbers(batch)}
 
     async def test_the_bytes_of_expired_leases_count_as_well(self, harness: StoreHarness) -> None:
-        """G11: together with what is due, and a suspect of any size comes alone."""
+        """Together with what is due, and a suspect of any size comes alone."""
         await harness.add(*[_large(number) for number in range(3)])
         for _ in range(3):
             assert numbers(await harness.store.claim(3, TERMS)) == [0, 1, 2]
@@ -108,7 +108,7 @@ class ChoosingContract:
     # -- from the newest on ------------------------------------------------------------------------------------
 
     async def test_a_claim_may_look_from_the_newest_on(self, harness: StoreHarness) -> None:
-        """G13: new messages are found before a backlog that cannot be delivered."""
+        """New messages are found before a backlog that cannot be delivered."""
         if not harness.store.features.ordered:
             pytest.skip("this store has one order only")
         for number in range(6):
@@ -126,7 +126,7 @@ class ChoosingContract:
     async def test_two_claims_from_the_newest_on_see_what_was_added_last(
         self, harness: StoreHarness, key: str | None
     ) -> None:
-        """G13: also if it has a key and the backlog has none, or the other way round."""
+        """Also if it has a key and the backlog has none, or the other way round."""
         if not harness.store.features.ordered:
             pytest.skip("this store has one order only")
         for number in range(12):
@@ -139,7 +139,7 @@ class ChoosingContract:
         assert 12 in numbers([*claims[0], *claims[1]])
 
     async def test_from_the_newest_on_a_key_still_goes_out_in_order(self, harness: StoreHarness) -> None:
-        """G6: the run of the newest key begins at its head."""
+        """The run of the newest key begins at its head."""
         if not harness.store.features.ordered:
             pytest.skip("this store keeps no order")
         for number in range(8):
@@ -151,7 +151,7 @@ class ChoosingContract:
         assert claimed == [[6, 7], [4, 5], [2, 3], [0, 1], []]
 
     async def test_from_the_newest_on_expired_leases_still_come_first(self, harness: StoreHarness) -> None:
-        """S2-50: a crash is made good first."""
+        """A crash is made good first."""
         await harness.add(numbered(1))
         await harness.store.claim(1, TERMS)
         await harness.add(numbered(2), numbered(3))

@@ -22,11 +22,11 @@ class ClaimingContract:
     """How messages are leased."""
 
     async def test_an_empty_store_has_nothing_to_claim(self, harness: StoreHarness) -> None:
-        """S2-27: nothing is not an error."""
+        """Nothing is not an error."""
         assert await harness.store.claim(10, TERMS) == []
 
     async def test_a_claim_counts_the_attempt_raises_the_token_and_is_durable(self, harness: StoreHarness) -> None:
-        """S2-26, S2-29, S2-30, S2-45, G9: all of it is seen by everybody before the claim returns."""
+        """All of it is seen by everybody before the claim returns."""
         worker = uuid4()
         await harness.add(numbered(1))
 
@@ -40,7 +40,7 @@ class ClaimingContract:
         assert 20 * SECOND < row.lease_left <= 30 * SECOND
 
     async def test_a_claim_takes_no_more_than_its_limit(self, harness: StoreHarness) -> None:
-        """S4-07, S2-18: with and without keys together."""
+        """With and without keys together."""
         await harness.add(*[numbered(n, key=None if n % 2 else "a") for n in range(1, 11)])
 
         first = await harness.store.claim(3, TERMS)
@@ -50,7 +50,7 @@ class ClaimingContract:
         assert [row.status for row in await harness.rows()].count("processing") == 4
 
     async def test_what_was_due_first_is_claimed_first(self, harness: StoreHarness) -> None:
-        """S2-31, S4-07: by due time, then by arrival."""
+        """By due time, then by arrival."""
         await harness.add(numbered(1), delay=3 * MINUTE)
         await harness.add(numbered(2), delay=MINUTE)
         await harness.add(numbered(3), delay=2 * MINUTE)
@@ -62,7 +62,7 @@ class ClaimingContract:
         assert order == [[2], [3], [4], [1], []]
 
     async def test_among_keys_the_one_due_first_is_claimed_first(self, harness: StoreHarness) -> None:
-        """S2-31: by due time, then by arrival, with keys as well."""
+        """By due time, then by arrival, with keys as well."""
         await harness.add(numbered(1, key="a"), delay=2 * MINUTE)
         await harness.add(numbered(2, key="b"), delay=MINUTE)
         await harness.advance(10 * MINUTE)
@@ -73,7 +73,7 @@ class ClaimingContract:
 
     @pytest.mark.parametrize("key", [None, "a"])
     async def test_neither_kind_of_message_starves_the_other(self, harness: StoreHarness, key: str | None) -> None:
-        """S2-31, G2: a constant load of messages without a key does not hold up those with one, nor the reverse."""
+        """A constant load of messages without a key does not hold up those with one, nor the reverse."""
         await harness.add(numbered(1000, key="b" if key is None else None))
 
         claimed: list[int] = []
@@ -84,7 +84,7 @@ class ClaimingContract:
         assert claimed.count(1000) == 1
 
     async def test_a_leased_message_is_not_claimed_until_its_lease_runs_out(self, harness: StoreHarness) -> None:
-        """S2-27, S2-33, S2-50, G2, G4: a crash costs the lease and an attempt, and needs nobody to clean up."""
+        """A crash costs the lease and an attempt, and needs nobody to clean up."""
         await harness.add(numbered(1))
         await harness.store.claim(10, TERMS)
 
@@ -99,7 +99,7 @@ class ClaimingContract:
         assert states(await harness.rows()) == [("processing", 2, 2)]
 
     async def test_an_expired_lease_goes_before_what_is_merely_due(self, harness: StoreHarness) -> None:
-        """S2-27, S2-50: a crash does not send a message to the end of a long line."""
+        """A crash does not send a message to the end of a long line."""
         await harness.add(numbered(1))
         await harness.store.claim(1, TERMS)
         await harness.add(numbered(2), numbered(3))
@@ -108,7 +108,7 @@ class ClaimingContract:
         assert numbers(await harness.store.claim(1, TERMS)) == [1]
 
     async def test_claims_at_the_same_time_share_nothing(self, harness: StoreHarness) -> None:
-        """S2-32, S2-49, S4-07, G4: two stores on the same data, many claims at once."""
+        """Two stores on the same data, many claims at once."""
         await harness.add(*[numbered(n) for n in range(60)])
         stores = [harness.store, await harness.another()]
 
@@ -121,7 +121,7 @@ class ClaimingContract:
         assert {row.token for row in await harness.rows()} == {1}
 
     async def test_a_store_claims_from_its_own_namespace_only(self, harness: StoreHarness) -> None:
-        """S2-05, S2-20: namespaces share a table and nothing else."""
+        """Namespaces share a table and nothing else."""
         elsewhere = await harness.another(namespace="elsewhere")
         await harness.add(numbered(1))
         await harness.add(numbered(2), namespace="elsewhere")
@@ -131,7 +131,7 @@ class ClaimingContract:
         assert (other.message.payload, other.message.namespace) == (b"2", "elsewhere")
 
     async def test_a_claim_may_be_scoped_to_a_tenant(self, harness: StoreHarness) -> None:
-        """S2-12: without a tenant all are claimed, those of the system too."""
+        """Without a tenant all are claimed, those of the system too."""
         await harness.add(numbered(1, tenant_id=RED), numbered(2, tenant_id=uuid4()), numbered(3))
 
         red = await harness.store.claim(10, terms(tenant_id=RED))
@@ -140,7 +140,7 @@ class ClaimingContract:
         assert (numbers(red), numbers(rest)) == ([1], [2, 3])
 
     async def test_a_message_without_attempts_left_is_never_claimed(self, harness: StoreHarness) -> None:
-        """S2-27, S2-28, S2-30, S4-14, G9: two attempts are two deliveries."""
+        """Two attempts are two deliveries."""
         two = terms(max_attempts=2)
         await harness.add(numbered(1), numbered(2))
         for _ in range(2):
@@ -153,7 +153,7 @@ class ClaimingContract:
         assert [row.attempts for row in await harness.rows()] == [2, 2]
 
     async def test_a_cancelled_claim_has_happened_or_has_not(self, harness: StoreHarness) -> None:
-        """S2-26, G2: wherever the cancellation strikes, nothing is lost and the store goes on working."""
+        """Wherever the cancellation strikes, nothing is lost and the store goes on working."""
         for patience in range(12):
             await harness.add(*[numbered(n) for n in range(5)])
             claiming = asyncio.create_task(harness.store.claim(5, TERMS))
@@ -187,7 +187,7 @@ class ClaimingContract:
             await harness.advance(MINUTE)
 
     async def test_a_message_that_may_kill_its_worker_travels_alone(self, harness: StoreHarness) -> None:
-        """G9: after three leases that ran out its neighbours are not put at stake any more."""
+        """After three leases that ran out its neighbours are not put at stake any more."""
         await self._make_suspect(harness, 1)
         await harness.add(numbered(2), numbered(3, key="a"))
 
@@ -199,7 +199,7 @@ class ClaimingContract:
         assert [(c.message.payload, c.message.attempt, c.suspect) for c in alone] == [(b"1", 4, True)]
 
     async def test_two_suspects_travel_one_by_one(self, harness: StoreHarness) -> None:
-        """G9: one of them may be innocent."""
+        """One of them may be innocent."""
         await harness.add(numbered(1), numbered(2))
         for _ in range(3):
             assert numbers(await harness.store.claim(10, TERMS)) == [1, 2]
@@ -214,7 +214,7 @@ class ClaimingContract:
         ]
 
     async def test_a_suspect_is_not_starved_by_a_constant_load(self, harness: StoreHarness) -> None:
-        """G2, G9: it gets its turn although there is always something else."""
+        """It gets its turn although there is always something else."""
         await self._make_suspect(harness, 1000)
 
         seen: list[Claim] = []
@@ -225,7 +225,7 @@ class ClaimingContract:
         assert [c.message.payload for c in seen if c.suspect] == [b"1000"]
 
     async def test_a_message_that_fails_in_good_order_is_no_suspect(self, harness: StoreHarness) -> None:
-        """G9: a worker that told of the failure was not killed by it."""
+        """A worker that told of the failure was not killed by it."""
         await harness.add(numbered(1))
         for _ in range(6):
             [claim] = await harness.store.claim(10, TERMS)
@@ -235,7 +235,7 @@ class ClaimingContract:
         assert states(await harness.rows()) == [("pending", 6, 6)]
 
     async def test_with_few_attempts_the_last_one_is_made_alone(self, harness: StoreHarness) -> None:
-        """G9: also a budget of two attempts protects the neighbours."""
+        """Also a budget of two attempts protects the neighbours."""
         two = terms(max_attempts=2)
         await harness.add(numbered(1))
         await harness.store.claim(10, two)
@@ -249,7 +249,7 @@ class ClaimingContract:
     # -- broken rows -------------------------------------------------------------------------------------------
 
     async def test_a_broken_row_is_reported_and_the_others_go_on(self, harness: StoreHarness) -> None:
-        """G2, G9: it can be made dead, and holds up nobody."""
+        """It can be made dead, and holds up nobody."""
         if not harness.can_damage:
             pytest.skip("a row of this store cannot be damaged")
         await harness.add(numbered(1), broken := numbered(2), numbered(3))
@@ -266,7 +266,7 @@ class ClaimingContract:
         assert [row.status for row in await harness.rows()] == ["delivered", "dead", "delivered"]
 
     async def test_a_broken_row_still_says_where_it_belongs(self, harness: StoreHarness) -> None:
-        """G6: who makes it dead must know which later messages it holds back."""
+        """Who makes it dead must know which later messages it holds back."""
         if not harness.can_damage:
             pytest.skip("a row of this store cannot be damaged")
         await harness.add(broken := numbered(1, key="a"), numbered(2, key="a"))
@@ -280,7 +280,7 @@ class ClaimingContract:
     # -- extend ------------------------------------------------------------------------------------------------
 
     async def test_an_extended_lease_holds_longer(self, harness: StoreHarness) -> None:
-        """S2-39, G4: counted from now on."""
+        """Counted from now on."""
         await harness.add(numbered(1), numbered(2))
         claims = await harness.store.claim(10, TERMS)
 
@@ -292,7 +292,7 @@ class ClaimingContract:
         assert numbers(await harness.store.claim(10, terms())) == [2]
 
     async def test_a_lease_that_ran_out_can_be_extended_while_nobody_took_over(self, harness: StoreHarness) -> None:
-        """G4: the token decides, not the clock."""
+        """The token decides, not the clock."""
         await harness.add(numbered(1))
         claims = await harness.store.claim(10, TERMS)
         await harness.advance(MINUTE)
@@ -301,7 +301,7 @@ class ClaimingContract:
         assert await harness.store.claim(10, terms()) == []
 
     async def test_a_lost_claim_cannot_be_extended(self, harness: StoreHarness) -> None:
-        """G4: and the lease of the one who has it now is left as it was."""
+        """And the lease of the one who has it now is left as it was."""
         await harness.add(numbered(1))
         old = await harness.store.claim(10, TERMS)
         await harness.advance(MINUTE)
@@ -315,7 +315,7 @@ class ClaimingContract:
         assert row.lease_left <= 10 * SECOND
 
     async def test_a_settled_claim_cannot_be_extended(self, harness: StoreHarness) -> None:
-        """S2-46: of several claims only those that were lost are told."""
+        """Of several claims only those that were lost are told."""
         await harness.add(numbered(1), numbered(2))
         claims = await harness.store.claim(10, TERMS)
         await harness.store.settle([Settlement(claims[0], Delivered())])

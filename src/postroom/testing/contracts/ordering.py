@@ -30,7 +30,7 @@ class OrderingContract:
             pytest.skip("this store does not keep the order of a key, and says so in its features")
 
     async def test_a_run_of_one_key_travels_in_one_claim_in_order(self, harness: StoreHarness) -> None:
-        """G6: as many as fit, and the rest waits for them."""
+        """As many as fit, and the rest waits for them."""
         await harness.add(*[numbered(n, key="a") for n in range(1, 6)])
 
         run = await harness.store.claim(3, TERMS)
@@ -39,7 +39,7 @@ class OrderingContract:
         assert (numbers(run), numbers(rest)) == ([1, 2, 3], [])
 
     async def test_followers_wait_until_everything_before_them_is_settled(self, harness: StoreHarness) -> None:
-        """G6: only the head of a key may be in flight outside its own batch."""
+        """Only the head of a key may be in flight outside its own batch."""
         await harness.add(*[numbered(n, key="a") for n in range(1, 5)])
         one, two = await harness.store.claim(2, TERMS)
 
@@ -51,7 +51,7 @@ class OrderingContract:
         assert (numbers(early), numbers(rest)) == ([], [3, 4])
 
     async def test_keys_and_messages_without_one_do_not_wait_for_each_other(self, harness: StoreHarness) -> None:
-        """G6: a key is a line of its own, in its own topic."""
+        """A key is a line of its own, in its own topic."""
         await harness.add(numbered(1, key="a"))
         await harness.store.claim(10, TERMS)
         await harness.add(numbered(2, key="a"), numbered(3, key="b"), numbered(4), numbered(5, key="a", topic="bills"))
@@ -61,7 +61,7 @@ class OrderingContract:
         assert sorted(claimed) == [3, 4, 5]
 
     async def test_a_key_of_another_namespace_is_another_key(self, harness: StoreHarness) -> None:
-        """G6, S2-20: what is in flight elsewhere holds back nothing here."""
+        """What is in flight elsewhere holds back nothing here."""
         elsewhere = await harness.another(namespace="elsewhere")
         await harness.add(numbered(1, key="a"), namespace="elsewhere")
         await harness.add(numbered(2, key="a"))
@@ -70,7 +70,7 @@ class OrderingContract:
         assert numbers(await harness.store.claim(10, TERMS)) == [2]
 
     async def test_a_failing_head_holds_back_its_own_key_only(self, harness: StoreHarness) -> None:
-        """G6: until its delay is over; then the key goes on in order."""
+        """Until its delay is over; then the key goes on in order."""
         await harness.add(numbered(1, key="a"), numbered(2, key="a"), numbered(3, key="b"))
         one, two, three = sorted(await harness.store.claim(10, TERMS), key=lambda claim: claim.message.payload)
 
@@ -87,7 +87,7 @@ class OrderingContract:
         assert [claim.message.attempt for claim in after] == [2, 1]
 
     async def test_a_delayed_head_holds_back_its_key(self, harness: StoreHarness) -> None:
-        """G6: order is that of arrival, whatever is due first."""
+        """Order is that of arrival, whatever is due first."""
         await harness.add(numbered(1, key="a"), delay=5 * MINUTE)
         await harness.add(numbered(2, key="a"), numbered(3, key="b"))
 
@@ -99,7 +99,7 @@ class OrderingContract:
         assert (numbers(meanwhile), numbers(after)) == ([3], [1, 2])
 
     async def test_a_delayed_follower_ends_the_run(self, harness: StoreHarness) -> None:
-        """G6: those behind it wait for it, although they are due."""
+        """Those behind it wait for it, although they are due."""
         await harness.add(numbered(1, key="a"))
         await harness.add(numbered(2, key="a"), delay=5 * MINUTE)
         await harness.add(numbered(3, key="a"))
@@ -113,7 +113,7 @@ class OrderingContract:
         assert numbers(await harness.store.claim(10, TERMS)) == [2, 3]
 
     async def test_a_run_whose_lease_ran_out_is_claimed_again_in_order(self, harness: StoreHarness) -> None:
-        """G6, S2-50: a crash does not change the order."""
+        """A crash does not change the order."""
         await harness.add(*[numbered(n, key="a") for n in range(1, 5)])
         await harness.store.claim(2, TERMS)
         await harness.advance(MINUTE)
@@ -124,7 +124,7 @@ class OrderingContract:
         assert [claim.message.token for claim in again] == [2, 2, 1, 1]
 
     async def test_a_follower_whose_lease_ran_out_waits_for_a_head_that_is_held(self, harness: StoreHarness) -> None:
-        """G6: a heartbeat for the head alone frees nothing behind it."""
+        """A heartbeat for the head alone frees nothing behind it."""
         await harness.add(numbered(1, key="a"), numbered(2, key="a"))
         head, _ = await harness.store.claim(10, TERMS)
         await harness.store.extend([head], 10 * MINUTE)
@@ -133,7 +133,7 @@ class OrderingContract:
         assert await harness.store.claim(10, TERMS) == []
 
     async def test_a_suspect_head_holds_back_its_key_and_goes_alone(self, harness: StoreHarness) -> None:
-        """G6, G9: its followers wait while it is tried by itself."""
+        """Its followers wait while it is tried by itself."""
         await harness.add(numbered(1, key="a"))
         for _ in range(3):
             assert numbers(await harness.store.claim(1, TERMS)) == [1]
@@ -150,7 +150,7 @@ class OrderingContract:
         assert numbers(await harness.store.claim(10, TERMS)) == [2]
 
     async def test_a_suspect_behind_another_message_waits_for_it(self, harness: StoreHarness) -> None:
-        """G6, G9: being tried alone does not mean being tried first."""
+        """Being tried alone does not mean being tried first."""
         await harness.add(numbered(1, key="a"), numbered(2, key="a"))
         for _ in range(3):
             assert numbers(await harness.store.claim(10, TERMS)) == [1, 2]
@@ -167,7 +167,7 @@ class OrderingContract:
     async def test_a_dead_head_blocks_its_key_or_is_skipped(
         self, harness: StoreHarness, on_dead: OnDead, expected: list[int]
     ) -> None:
-        """G6: as the dispatcher wishes; other keys go on in any case."""
+        """As the dispatcher wishes; other keys go on in any case."""
         await harness.add(numbered(1, key="a"), numbered(2, key="a"), numbered(3, key="a"), numbered(4, key="b"))
         head = next(claim for claim in await harness.store.claim(10, TERMS) if claim.message.payload == b"1")
         await harness.advance(MINUTE)
@@ -176,7 +176,7 @@ class OrderingContract:
         assert sorted(numbers(await harness.store.claim(10, terms(on_dead=on_dead)))) == expected
 
     async def test_a_message_that_died_behind_the_head_blocks_those_behind_it(self, harness: StoreHarness) -> None:
-        """G6: what comes before it still goes."""
+        """What comes before it still goes."""
         await harness.add(*[numbered(n, key="a") for n in range(1, 4)])
         one, two, three = await harness.store.claim(10, TERMS)
         await harness.store.settle(
@@ -195,7 +195,7 @@ class OrderingContract:
         return await harness.store.claim(count, TERMS)
 
     async def test_a_head_that_the_sweep_buried_blocks_its_key(self, harness: StoreHarness) -> None:
-        """G6, G9: a crash budget that is spent does not let the followers pass."""
+        """A crash budget that is spent does not let the followers pass."""
         await harness.add(numbered(1, key="a"), numbered(2, key="a"))
         one = terms(max_attempts=1)
         await harness.store.claim(1, one)
@@ -206,7 +206,7 @@ class OrderingContract:
         assert numbers(await harness.store.claim(10, terms(on_dead="skip"))) == [2]
 
     async def test_a_head_of_another_tenant_holds_back_the_key(self, harness: StoreHarness) -> None:
-        """G6, S2-12: a scope does not change the order."""
+        """A scope does not change the order."""
         await harness.add(numbered(1, key="a", tenant_id=RED), numbered(2, key="a", tenant_id=BLUE))
 
         early = await harness.store.claim(10, terms(tenant_id=BLUE))
@@ -218,7 +218,7 @@ class OrderingContract:
     # -- many at once ------------------------------------------------------------------------------------------
 
     async def test_a_long_line_behind_one_key_does_not_starve_the_others(self, harness: StoreHarness) -> None:
-        """G6: more followers than any claim would look at stand before the keys that could go."""
+        """More followers than any claim would look at stand before the keys that could go."""
         await harness.add(*[numbered(n, key="a") for n in range(60)])
         await harness.store.claim(5, TERMS)
         await harness.advance(SECOND)
@@ -230,7 +230,7 @@ class OrderingContract:
 
     @pytest.mark.parametrize("limit", [1, 5])
     async def test_many_blocked_keys_do_not_starve_another(self, harness: StoreHarness, limit: int) -> None:
-        """G2, G6: dead heads may hold back any number of keys for as long as nobody looks after them."""
+        """Dead heads may hold back any number of keys for as long as nobody looks after them."""
         await harness.add(*[numbered(n, key=f"k{n:02}") for n in range(40)])
         await harness.store.settle([Settlement(c, Dead("no")) for c in await self._claim_all(harness)])
         await harness.add(*[numbered(100 + n, key=f"k{n:02}") for n in range(40)])
@@ -245,7 +245,7 @@ class OrderingContract:
         assert sorted(claimed) == [1000, 1001, 1002]
 
     async def test_expired_leases_behind_a_dead_head_do_not_starve_another(self, harness: StoreHarness) -> None:
-        """G2, G6, S2-50: a worker that crashed in the middle of a long run leaves them behind."""
+        """A worker that crashed in the middle of a long run leaves them behind."""
         await harness.add(*[numbered(n, key="a") for n in range(60)])
         run = await harness.store.claim(100, TERMS)
         await harness.store.settle([Settlement(run[0], Dead("no"))])
@@ -267,7 +267,7 @@ class OrderingContract:
         return claimed
 
     async def test_claims_at_the_same_time_never_overtake_within_a_key(self, harness: StoreHarness) -> None:
-        """G6, G4, S2-32, S2-49: two stores, many claims at once, until everything is delivered."""
+        """Two stores, many claims at once, until everything is delivered."""
         await harness.add(*[numbered(n, key=f"k{n % 4}") for n in range(48)])
         stores = [harness.store, await harness.another()]
         delivered: list[int] = []
@@ -293,7 +293,7 @@ class OrderingContract:
         return [claim for batch in batches for claim in batch]
 
     async def test_a_retry_among_claims_at_the_same_time_stays_in_front(self, harness: StoreHarness) -> None:
-        """G6: with failures and releases in between, first deliveries keep the order of arrival."""
+        """With failures and releases in between, first deliveries keep the order of arrival."""
         await harness.add(*[numbered(n, key=f"k{n % 3}") for n in range(30)])
         stores = [harness.store, await harness.another()]
         delivered: list[int] = []

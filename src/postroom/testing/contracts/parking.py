@@ -42,7 +42,7 @@ class ParkingContract:
     """How messages wait for a destination."""
 
     async def test_a_parked_message_is_not_claimed_and_keeps_its_attempts(self, harness: StoreHarness) -> None:
-        """G13: waiting for a destination costs nothing, and the delay of the release does not count."""
+        """Waiting for a destination costs nothing, and the delay of the release does not count."""
         _needs_parking(harness)
         await harness.add(numbered(1), numbered(2))
         one, two = await harness.store.claim(10, TERMS)
@@ -63,7 +63,7 @@ class ParkingContract:
         assert (row.status, row.attempts, row.token, row.worker) == ("pending", 0, 1, None)
 
     async def test_parking_the_same_claim_twice_is_no_loss(self, harness: StoreHarness) -> None:
-        """S2-46: a call whose answer got lost may be repeated; another outcome comes too late."""
+        """A call whose answer got lost may be repeated; another outcome comes too late."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, TERMS)
         await _park(harness, [claim])
@@ -74,7 +74,7 @@ class ParkingContract:
         assert await harness.store.unpark("east", 10) == 1
 
     async def test_a_lost_claim_cannot_be_parked(self, harness: StoreHarness) -> None:
-        """S2-46, G4: the worker that holds the message now decides."""
+        """The worker that holds the message now decides."""
         _needs_parking(harness)
         await harness.add(numbered(1))
         [old] = await harness.store.claim(10, TERMS)
@@ -86,7 +86,7 @@ class ParkingContract:
         assert await harness.store.settle([Settlement(new, Delivered())]) == []
 
     async def test_an_unparked_message_is_due_before_newer_ones(self, harness: StoreHarness) -> None:
-        """S2-31: it is due as of its creation, and is no longer parked."""
+        """It is due as of its creation, and is no longer parked."""
         await _parked(harness, 1)
         await harness.advance(MINUTE)
         await harness.add(numbered(2))
@@ -100,7 +100,7 @@ class ParkingContract:
         assert await harness.store.unpark("east", 10) == 0
 
     async def test_messages_are_unparked_in_the_order_in_which_they_were_parked(self, harness: StoreHarness) -> None:
-        """G13: those parked together in their order of arrival, and no more than the limit."""
+        """Those parked together in their order of arrival, and no more than the limit."""
         await harness.add(*[numbered(number) for number in range(1, 6)])
         claims = await harness.store.claim(10, TERMS)
         await _park(harness, claims[3:])
@@ -115,7 +115,7 @@ class ParkingContract:
         assert taken == [(1, [4]), (2, [1, 5]), (2, [2, 3]), (0, [])]
 
     async def test_a_message_that_is_parked_again_goes_to_the_end(self, harness: StoreHarness) -> None:
-        """G13: after a probe that failed another message is the next one."""
+        """After a probe that failed another message is the next one."""
         await _parked(harness, 1, 2, 3)
 
         probes: list[int] = []
@@ -129,7 +129,7 @@ class ParkingContract:
         assert probes == [1, 2, 3, 1, 2, 3, 1]
 
     async def test_destinations_are_parked_and_unparked_apart(self, harness: StoreHarness) -> None:
-        """G13: names that begin alike are different destinations."""
+        """Names that begin alike are different destinations."""
         await _parked(harness, 1, 2, destination="east")
         await _parked(harness, 3, destination="east/1")
         await _parked(harness, 4, destination="eas")
@@ -141,7 +141,7 @@ class ParkingContract:
         assert await harness.store.parked() == ["eas", "east"]
 
     async def test_the_parked_destinations_come_in_pages(self, harness: StoreHarness) -> None:
-        """G13: in ascending order, each once, from another namespace none."""
+        """In ascending order, each once, from another namespace none."""
         _needs_parking(harness)
         elsewhere = await harness.another(namespace="elsewhere")
         await harness.add(numbered(0), namespace="elsewhere")
@@ -160,7 +160,7 @@ class ParkingContract:
         assert await harness.store.unpark("b2", 10) == 2
 
     async def test_destinations_of_any_name_can_be_parked_for(self, harness: StoreHarness) -> None:
-        """G13: a name that a database would refuse must not keep a batch from being settled."""
+        """A name that a database would refuse must not keep a batch from being settled."""
         names = ["https://shop.example/hooks?a=b&c=%20", "größe 尺寸 🙂", "x" * 200, "a\\'\"`{b}:c"]
         for number, name in enumerate(names):
             await _parked(harness, number, destination=name)
@@ -169,7 +169,7 @@ class ParkingContract:
         assert [await harness.store.unpark(name, 10) for name in names] == [1] * len(names)
 
     async def test_a_message_parked_for_an_hour_is_due_by_itself(self, harness: StoreHarness) -> None:
-        """G2: a dispatcher that died before it unparked anything delays messages, and loses none."""
+        """A dispatcher that died before it unparked anything delays messages, and loses none."""
         await _parked(harness, 1)
 
         await harness.advance(PARKED_FOR - MINUTE)
@@ -187,7 +187,7 @@ class ParkingContract:
     async def test_a_message_that_waits_again_for_itself_is_no_longer_parked(
         self, harness: StoreHarness, outcome: Retry | Release
     ) -> None:
-        """G13: an old destination does not make it due before its time; a claim has ended the parking."""
+        """An old destination does not make it due before its time; a claim has ended the parking."""
         await _parked(harness, 1)
         await harness.advance(PARKED_FOR + MINUTE)
         [claim] = await harness.store.claim(10, TERMS)
@@ -200,7 +200,7 @@ class ParkingContract:
     async def test_a_message_parked_with_no_attempt_left_is_not_swept_while_it_waits(
         self, harness: StoreHarness
     ) -> None:
-        """G9: its attempt was given back."""
+        """Its attempt was given back."""
         one = terms(max_attempts=1)
         await harness.add(numbered(1))
         await _park(harness, await harness.store.claim(10, one))
@@ -212,7 +212,7 @@ class ParkingContract:
     # -- keys --------------------------------------------------------------------------------------------------
 
     async def test_the_followers_of_a_parked_head_wait_in_their_order(self, harness: StoreHarness) -> None:
-        """G6, G13: the other keys go on meanwhile."""
+        """The other keys go on meanwhile."""
         _needs_parking(harness)
         await harness.add(*[numbered(number, key="a") for number in (1, 2, 3)])
         await _park(harness, await harness.store.claim(1, TERMS))
@@ -226,7 +226,7 @@ class ParkingContract:
         assert numbers(after) == [1, 2, 3, 5]
 
     async def test_a_whole_run_that_is_parked_goes_out_in_order_after_it(self, harness: StoreHarness) -> None:
-        """G6: however few of them are unparked at a time."""
+        """However few of them are unparked at a time."""
         _needs_parking(harness)
         await harness.add(*[numbered(number, key="a") for number in range(1, 6)])
         await _park(harness, await harness.store.claim(10, TERMS))
@@ -241,7 +241,7 @@ class ParkingContract:
         assert sent == [1, 2, 3, 4, 5]
 
     async def test_the_head_of_a_key_is_unparked_with_a_parked_follower(self, harness: StoreHarness) -> None:
-        """G2, G6: a follower that was parked before its head could not be claimed alone, and would be no probe."""
+        """A follower that was parked before its head could not be claimed alone, and would be no probe."""
         _needs_parking(harness)
         await harness.add(*[numbered(number, key="a") for number in (1, 2, 3)])
         head, *followers = await harness.store.claim(10, TERMS)
@@ -256,7 +256,7 @@ class ParkingContract:
         assert await harness.store.unpark("east", 10) == 1
 
     async def test_many_parked_heads_do_not_hide_a_key_that_can_go(self, harness: StoreHarness) -> None:
-        """G2, G6: however many followers stand before it."""
+        """However many followers stand before it."""
         await harness.add(*[numbered(number, key=f"k{number}") for number in range(50)])
         for _ in range(5):
             await _park(harness, await harness.store.claim(10, TERMS))
@@ -270,7 +270,7 @@ class ParkingContract:
     # -- at the same time --------------------------------------------------------------------------------------
 
     async def test_calls_that_unpark_at_the_same_time_share_the_parked_messages(self, harness: StoreHarness) -> None:
-        """S2-49: every message is made due once, and nothing is lost."""
+        """Every message is made due once, and nothing is lost."""
         await _parked(harness, *range(20))
         stores = [harness.store, await harness.another()]
 
@@ -285,7 +285,7 @@ class ParkingContract:
     async def test_a_parked_message_counts_as_pending_and_as_waiting_since_it_was_added(
         self, harness: StoreHarness
     ) -> None:
-        """S2-04, G13: an outage shows in the age of the oldest message."""
+        """An outage shows in the age of the oldest message."""
         await harness.add(numbered(1), numbered(2))
         await harness.advance(20 * MINUTE)
         await _park(harness, await harness.store.claim(10, TERMS))
@@ -301,7 +301,7 @@ class ParkingContract:
     # -- stores that cannot park -------------------------------------------------------------------------------
 
     async def test_a_store_without_places_treats_a_destination_as_a_plain_release(self, harness: StoreHarness) -> None:
-        """G13: the delay counts there, and there is nothing to bring back."""
+        """The delay counts there, and there is nothing to bring back."""
         if harness.store.features.parks:
             pytest.skip("this store parks messages")
         await harness.add(numbered(1), numbered(2))

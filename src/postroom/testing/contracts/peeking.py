@@ -69,7 +69,7 @@ class PeekingContract:
         assert _shown(await harness.store.peek(10)) == [0, 1, 2, 3]
 
     async def test_a_peek_shows_no_more_than_it_may(self, harness: StoreHarness) -> None:
-        """G11: the limit is a limit, and zero is one too."""
+        """The limit is a limit, and zero is one too."""
         await harness.add(*[numbered(number) for number in range(3)])
 
         assert [len(await harness.store.peek(limit)) for limit in (0, 1, 2, 3, 100)] == [0, 1, 2, 3, 3]

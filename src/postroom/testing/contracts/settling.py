@@ -26,11 +26,11 @@ class SettlingContract:
     """How claims end."""
 
     async def test_to_settle_nothing_does_nothing(self, harness: StoreHarness) -> None:
-        """S2-39: an empty batch is no error."""
+        """An empty batch is no error."""
         assert await harness.store.settle([]) == []
 
     async def test_a_delivered_message_is_never_claimed_again(self, harness: StoreHarness) -> None:
-        """S2-37, S2-45, S2-46, S4-08: delivered is the end, and the lock is gone."""
+        """Delivered is the end, and the lock is gone."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, TERMS)
         await _settle(harness, claim, Retry("first try"))
@@ -45,7 +45,7 @@ class SettlingContract:
         assert await harness.store.claim(10, TERMS) == []
 
     async def test_a_store_that_keeps_nothing_deletes_what_is_delivered(self, harness: StoreHarness) -> None:
-        """S2-37: and says nothing of a loss when it is told again, which may be after a lost answer."""
+        """And says nothing of a loss when it is told again, which may be after a lost answer."""
         store = await harness.another(keep_delivered=timedelta(0))
         await harness.add(numbered(1), numbered(2))
         one, two = await store.claim(10, TERMS)
@@ -58,7 +58,7 @@ class SettlingContract:
         assert await store.settle([Settlement(one, Retry("no"))]) == [one]
 
     async def test_a_failed_message_waits_for_its_delay_and_keeps_its_error(self, harness: StoreHarness) -> None:
-        """S2-38, S2-45, S2-51, S4-08, S4-15: the attempt stays counted, the lease is cleared."""
+        """The attempt stays counted, the lease is cleared."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, TERMS)
 
@@ -74,14 +74,14 @@ class SettlingContract:
         assert (again.message.attempt, again.message.token, again.message.id) == (2, 2, claim.message.id)
 
     async def test_a_retry_without_a_delay_is_due_at_once(self, harness: StoreHarness) -> None:
-        """S2-38: None leaves it to the dispatcher, which has decided before."""
+        """None leaves it to the dispatcher, which has decided before."""
         await harness.add(numbered(1))
         await _settle(harness, (await harness.store.claim(10, TERMS))[0], Retry("no"))
 
         assert numbers(await harness.store.claim(10, TERMS)) == [1]
 
     async def test_a_dead_message_stays_dead_and_says_why(self, harness: StoreHarness) -> None:
-        """G2, S2-04, S2-44, S2-45, S2-46: neither claims nor sweeps nor purges touch it."""
+        """Neither claims nor sweeps nor purges touch it."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, TERMS)
 
@@ -96,7 +96,7 @@ class SettlingContract:
         assert await harness.store.claim(10, TERMS) == []
 
     async def test_a_released_message_gets_its_attempt_back(self, harness: StoreHarness) -> None:
-        """G13: but its token has risen for good, so the old claim stays refused."""
+        """But its token has risen for good, so the old claim stays refused."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, TERMS)
 
@@ -107,7 +107,7 @@ class SettlingContract:
         assert (again.message.attempt, again.message.token) == (1, 2)
 
     async def test_a_released_message_is_due_since_it_was(self, harness: StoreHarness) -> None:
-        """G13: the age of the oldest due message grows through an outage, however often its claim is given back."""
+        """The age of the oldest due message grows through an outage, however often its claim is given back."""
         await harness.add(numbered(1))
         for _ in range(3):
             await harness.advance(timedelta(minutes=1))
@@ -119,7 +119,7 @@ class SettlingContract:
         assert oldest >= timedelta(minutes=3)
 
     async def test_a_release_may_ask_for_a_delay(self, harness: StoreHarness) -> None:
-        """G13: a destination that is down is left alone for a while."""
+        """A destination that is down is left alone for a while."""
         await harness.add(numbered(1))
         await _settle(harness, (await harness.store.claim(10, TERMS))[0], Release(5 * MINUTE))
 
@@ -130,7 +130,7 @@ class SettlingContract:
         assert numbers(await harness.store.claim(10, TERMS)) == [1]
 
     async def test_an_outage_costs_no_attempts_however_long_it_lasts(self, harness: StoreHarness) -> None:
-        """G13: twenty releases with a budget of three attempts make nothing dead."""
+        """Twenty releases with a budget of three attempts make nothing dead."""
         three = terms(max_attempts=3)
         await harness.add(numbered(1))
 
@@ -142,7 +142,7 @@ class SettlingContract:
         assert states(await harness.rows()) == [("pending", 0, 20)]
 
     async def test_a_release_keeps_the_error_of_the_failure_before(self, harness: StoreHarness) -> None:
-        """S2-38: what is known of a message is not forgotten because it was not tried."""
+        """What is known of a message is not forgotten because it was not tried."""
         await harness.add(numbered(1))
         await _settle(harness, (await harness.store.claim(10, TERMS))[0], Retry("it failed"))
         await _settle(harness, (await harness.store.claim(10, TERMS))[0], Release())
@@ -160,7 +160,7 @@ class SettlingContract:
     async def test_a_late_settlement_counts_while_nobody_else_took_over(
         self, harness: StoreHarness, outcome: Outcome, state: tuple[str, int, int]
     ) -> None:
-        """G4: a pause past the lease costs nothing if the token is still current."""
+        """A pause past the lease costs nothing if the token is still current."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, TERMS)
         await harness.advance(HOUR)
@@ -170,7 +170,7 @@ class SettlingContract:
 
     @pytest.mark.parametrize("outcome", OUTCOMES, ids=NAMES)
     async def test_a_claim_that_was_taken_over_cannot_be_settled(self, harness: StoreHarness, outcome: Outcome) -> None:
-        """S2-39, S2-40, G4: it is told as lost and nothing changes, although the worker is the same."""
+        """It is told as lost and nothing changes, although the worker is the same."""
         await harness.add(numbered(1))
         [old] = await harness.store.claim(10, TERMS)
         await harness.advance(MINUTE)
@@ -189,7 +189,7 @@ class SettlingContract:
     async def test_a_claim_cannot_be_settled_after_another_worker_has_settled(
         self, harness: StoreHarness, outcome: Outcome
     ) -> None:
-        """S2-40, S2-46, G4: neither freed, nor buried, nor counted twice."""
+        """Neither freed, nor buried, nor counted twice."""
         await harness.add(numbered(1))
         [old] = await harness.store.claim(10, TERMS)
         await harness.advance(MINUTE)
@@ -209,7 +209,7 @@ class SettlingContract:
     async def test_to_settle_twice_is_no_loss_and_has_no_second_effect(
         self, harness: StoreHarness, outcome: Outcome, state: tuple[str, int, int]
     ) -> None:
-        """S2-39, G12: a call whose answer was lost may be repeated, also in one batch."""
+        """A call whose answer was lost may be repeated, also in one batch."""
         await harness.add(numbered(1))
         await _settle(harness, (await harness.store.claim(10, TERMS))[0], Retry("before"))
         [claim] = await harness.store.claim(10, TERMS)
@@ -236,7 +236,7 @@ class SettlingContract:
     async def test_a_second_decision_is_refused(
         self, harness: StoreHarness, first: Outcome, second: Outcome, state: tuple[str, int, int]
     ) -> None:
-        """S2-46, G4: a claim ends once."""
+        """A claim ends once."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, TERMS)
         await _settle(harness, claim, first)
@@ -245,7 +245,7 @@ class SettlingContract:
         assert states(await harness.rows()) == [state]
 
     async def test_a_message_that_is_not_there_is_lost_unless_delivered(self, harness: StoreHarness) -> None:
-        """S2-37, S2-39: only delivered messages are ever deleted, so there a missing row tells what happened."""
+        """Only delivered messages are ever deleted, so there a missing row tells what happened."""
         stranger = Claim(numbered(1, token=1, attempt=1))
 
         assert await _settle(harness, stranger, Retry("no")) == [stranger]
@@ -254,7 +254,7 @@ class SettlingContract:
         assert await harness.rows() == []
 
     async def test_one_batch_settles_each_claim_by_itself(self, harness: StoreHarness) -> None:
-        """S2-37, S2-38, S2-39, S2-44: what was lost does not take the others along."""
+        """What was lost does not take the others along."""
         await harness.add(*[numbered(n) for n in range(1, 7)])
         claims = await harness.store.claim(10, TERMS)
         stale = claims[5]
@@ -286,7 +286,7 @@ class SettlingContract:
         assert rows[1].due_in <= MINUTE < 59 * MINUTE < rows[4].due_in
 
     async def test_claim_settle_and_extend_say_when_a_row_was_changed(self, harness: StoreHarness) -> None:
-        """S2-08, S2-29, S4-08: without a trigger."""
+        """Without a trigger."""
         await harness.add(numbered(1))
         ages: list[timedelta] = []
 
@@ -315,7 +315,7 @@ class SettlingContract:
         assert (await harness.rows())[0].unchanged_for > 59 * MINUTE
 
     async def test_an_error_of_any_length_is_kept(self, harness: StoreHarness) -> None:
-        """G11: or its beginning; in no case does it keep the settlement from being recorded."""
+        """Or its beginning; in no case does it keep the settlement from being recorded."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, TERMS)
 

@@ -54,7 +54,7 @@ class UpkeepContract:
     # -- sweep -------------------------------------------------------------------------------------------------
 
     async def test_the_sweep_buries_a_message_whose_last_lease_ran_out(self, harness: StoreHarness) -> None:
-        """S2-28, S2-45, G2, G9: it is counted once and says why; nothing is left in between."""
+        """It is counted once and says why; nothing is left in between."""
         await harness.add(numbered(1), numbered(2, key="a"))
         for _ in range(2):  # since a claim need not bring messages with a key and without one together
             await harness.store.claim(10, ONE)
@@ -69,7 +69,7 @@ class UpkeepContract:
         assert all(row.last_error and "lease" in row.last_error for row in rows)
 
     async def test_the_sweep_leaves_alone_what_may_still_be_delivered(self, harness: StoreHarness) -> None:
-        """S2-28, S2-33: what is leased, what has attempts left, what is settled, what is another's."""
+        """What is leased, what has attempts left, what is settled, what is another's."""
         await harness.add(numbered(1), namespace="elsewhere")
         await (await harness.another(namespace="elsewhere")).claim(10, ONE)
         await harness.add(numbered(2))
@@ -87,7 +87,7 @@ class UpkeepContract:
         assert [state for state, _, _ in before] == ["processing", "delivered", "delivered", "processing"]
 
     async def test_the_sweep_buries_what_waits_without_an_attempt_left(self, harness: StoreHarness) -> None:
-        """S2-28, S4-14: also when the budget was lowered; the last error stays."""
+        """Also when the budget was lowered; the last error stays."""
         await harness.add(numbered(1), numbered(2))
         [one, two] = await harness.store.claim(10, TERMS)
         await harness.store.settle([Settlement(one, Retry("it said no")), Settlement(two, Retry("later", HOUR))])
@@ -99,7 +99,7 @@ class UpkeepContract:
         assert rows[0].last_error == "it said no"
 
     async def test_a_late_confirmation_makes_a_swept_message_delivered(self, harness: StoreHarness) -> None:
-        """S2-45, G2: the worker was only slow, and the message is out."""
+        """The worker was only slow, and the message is out."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, ONE)
         await harness.advance(MINUTE)
@@ -114,7 +114,7 @@ class UpkeepContract:
     async def test_a_late_failure_leaves_a_swept_message_as_it_is(
         self, harness: StoreHarness, outcome: Retry | Dead
     ) -> None:
-        """S2-46, G9: dead stays dead, with the reason of the sweep."""
+        """Dead stays dead, with the reason of the sweep."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, ONE)
         await harness.advance(MINUTE)
@@ -128,7 +128,7 @@ class UpkeepContract:
         assert await harness.store.claim(10, TERMS) == []
 
     async def test_sweep_and_claims_at_the_same_time_agree(self, harness: StoreHarness) -> None:
-        """S2-28, S2-32, G9: nobody holds what is dead."""
+        """Nobody holds what is dead."""
         await harness.add(*[numbered(n) for n in range(20)])
         two = terms(max_attempts=2)
         await harness.store.claim(20, two)
@@ -146,7 +146,7 @@ class UpkeepContract:
     # -- purge -------------------------------------------------------------------------------------------------
 
     async def test_the_purge_deletes_what_was_delivered_long_ago(self, harness: StoreHarness) -> None:
-        """S4-09: by the time of delivery, not of arrival."""
+        """By the time of delivery, not of arrival."""
         await harness.add(numbered(1))
         [claim] = await harness.store.claim(10, TERMS)
         await harness.advance(2 * DAY)
@@ -160,7 +160,7 @@ class UpkeepContract:
         assert await harness.rows() == []
 
     async def test_the_purge_deletes_no_more_than_its_limit(self, harness: StoreHarness) -> None:
-        """S4-09, G11: the oldest first, in chunks."""
+        """The oldest first, in chunks."""
         await _deliver(harness, 1, 2, 3)
         await harness.advance(HOUR)
         await _deliver(harness, 4, 5)
@@ -175,7 +175,7 @@ class UpkeepContract:
         assert left == ids[3:]
 
     async def test_the_purge_never_deletes_what_was_not_delivered(self, harness: StoreHarness) -> None:
-        """G2, S4-09: neither pending nor processing nor dead, nor what belongs to another namespace."""
+        """Neither pending nor processing nor dead, nor what belongs to another namespace."""
         elsewhere = await harness.another(namespace="elsewhere")
         await harness.add(numbered(1), namespace="elsewhere")
         await elsewhere.settle([Settlement(claim, Delivered()) for claim in await elsewhere.claim(10, TERMS)])
@@ -190,14 +190,14 @@ class UpkeepContract:
     # -- stats -------------------------------------------------------------------------------------------------
 
     async def test_an_empty_store_counts_nothing(self, harness: StoreHarness) -> None:
-        """S2-04: and nothing waits."""
+        """And nothing waits."""
         stats = await harness.store.stats()
 
         assert (stats.pending, stats.processing, stats.delivered, stats.dead) == (0, 0, 0, 0)
         assert stats.oldest_due is None
 
     async def test_the_stats_count_every_state_of_the_namespace(self, harness: StoreHarness) -> None:
-        """S2-04, G11: dead messages are visible."""
+        """Dead messages are visible."""
         await harness.add(numbered(0), namespace="elsewhere")
         await _deliver(harness, 1, 2, 3, 4)
         await harness.add(*[numbered(n) for n in range(5, 8)])
@@ -214,7 +214,7 @@ class UpkeepContract:
     async def test_the_stats_tell_how_long_the_oldest_due_message_has_waited(
         self, harness: StoreHarness, key: str | None
     ) -> None:
-        """S2-04: counted from when it was due, for messages with and without a key."""
+        """Counted from when it was due, for messages with and without a key."""
         await harness.add(numbered(1, key=key), delay=HOUR)
         early = await harness.store.stats()
         await harness.advance(HOUR + 10 * MINUTE)
@@ -226,7 +226,7 @@ class UpkeepContract:
         assert 9 * MINUTE < late.oldest_due < 11 * MINUTE
 
     async def test_messages_that_a_dead_one_holds_back_are_not_waiting(self, harness: StoreHarness) -> None:
-        """S2-04, G6: nothing can be done about them by delivering faster."""
+        """Nothing can be done about them by delivering faster."""
         if not harness.store.features.ordered:
             pytest.skip("this store holds nothing back")
         await harness.add(*[numbered(n, key="a") for n in range(3)])
@@ -244,7 +244,7 @@ class UpkeepContract:
         assert 9 * MINUTE < other.oldest_due < 15 * MINUTE
 
     async def test_messages_behind_one_that_is_under_way_are_not_waiting(self, harness: StoreHarness) -> None:
-        """S2-04, G6: or behind one that is to be tried again later."""
+        """Or behind one that is to be tried again later."""
         if not harness.store.features.ordered:
             pytest.skip("this store holds nothing back")
         await harness.add(*[numbered(n, key=key) for key in "ab" for n in range(2)])
@@ -260,7 +260,7 @@ class UpkeepContract:
     # -- wake-ups ----------------------------------------------------------------------------------------------
 
     async def test_a_hint_of_another_process_wakes_those_who_listen(self, harness: StoreHarness) -> None:
-        """S2-34: where the store can; elsewhere listening ends at once."""
+        """Where the store can; elsewhere listening ends at once."""
         woken = asyncio.Event()
         listening = asyncio.create_task(harness.store.listen(woken.set))
         try:
@@ -280,7 +280,7 @@ class UpkeepContract:
     # -- open and close ----------------------------------------------------------------------------------------
 
     async def test_a_store_can_be_opened_twice_and_again_after_closing(self, harness: StoreHarness) -> None:
-        """G2: what was added and claimed is still there."""
+        """What was added and claimed is still there."""
         await harness.add(numbered(1), numbered(2))
         await harness.store.open()
         [one] = await harness.store.claim(1, TERMS)
@@ -294,7 +294,7 @@ class UpkeepContract:
         assert numbers(await harness.store.claim(10, TERMS)) == [2]
 
     async def test_calls_at_the_same_time_do_not_disturb_each_other(self, harness: StoreHarness) -> None:
-        """S2-49, G11: more calls at once than a store has connections."""
+        """More calls at once than a store has connections."""
         await harness.add(*[numbered(n) for n in range(30)])
         store = harness.store
 
