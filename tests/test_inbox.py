@@ -15,7 +15,7 @@ from uuid import UUID, uuid4
 import asyncmy.errors
 import pytest
 
-from postroom import Message
+from postroom import Message, uuid7
 from postroom.errors import (
     ConfigurationError,
     InvalidNameError,
@@ -491,3 +491,21 @@ def test_a_memory_store_says_that_it_has_no_inbox(inbox: Inbox) -> None:
 
 
 _proof: type[Transactions] = Opener
+
+
+@pytest.mark.requirement("S2-41")
+def test_an_inbox_by_dedupe_key_tells_tenants_topics_and_keys_apart() -> None:
+    """As the outbox does: to take two messages for one would lose the second."""
+    inbox, tenant = Inbox("stock", by="dedupe_key"), uuid7()
+    same = [Message(topic="orders", payload=b"", dedupe_key="a") for _ in range(2)]
+    others = [
+        Message(topic="payments", payload=b"", dedupe_key="a"),
+        Message(topic="orders", payload=b"", dedupe_key="b"),
+        Message(topic="orders", payload=b"", dedupe_key="a", tenant_id=tenant),
+        Message(topic="orders", payload=b""),
+    ]
+
+    assert len({inbox.known(message).id for message in same}) == 1
+    assert len({inbox.known(message).id for message in (*same, *others)}) == 1 + len(others)
+    assert inbox.known(others[-1]) is others[-1]
+    assert Inbox("stock").known(same[0]) is same[0]
