@@ -37,7 +37,7 @@ from postroom.errors import (
 )
 from postroom.message import Message
 from postroom.outbox import Outbox
-from postroom.store import ClaimTerms
+from postroom.store import ClaimTerms, Dead, Outcome, Retry, Settlement
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
 from postroom.stores.sql.dialect import Dialect, Server
 from postroom.stores.sql.dialects.mysql import MySQL, parse_version
@@ -51,6 +51,8 @@ from postroom.stores.sql.url import Place
 from postroom.testing.cancelling import Moment, cuts
 from postroom.testing.faults import FaultProxy
 from postroom.testing.waiting import until
+from postroom.text import MAX_ERROR
+from tests.rooms import SQLiteRoom
 
 from .worlds import POSTGRES_DRIVERS
 
@@ -273,7 +275,7 @@ async def test_a_sqlite_file_whose_opening_fails_is_closed(sqlite_path: Path) ->
 FORK = """
 import asyncio, os, sys
 from uuid import uuid4
-from postroom.store import ClaimTerms
+from postroom.store import ClaimTerms, Dead, Outcome, Retry, Settlement
 from postroom.stores import SQLiteStore
 
 store, terms = SQLiteStore(sys.argv[1]), ClaimTerms(worker=uuid4())
@@ -712,3 +714,18 @@ def test_a_sqlite_store_needs_a_file(path: str) -> None:
     """A dispatcher of another process must find the messages."""
     with pytest.raises(ConfigurationError, match="a SQLite store needs a file"):
         SQLiteStore(path)
+
+
+@pytest.mark.parametrize("outcome", [Retry("ä" * 100_000), Dead("ä" * 100_000)], ids=["retried", "dead"])
+async def test_of_a_long_error_the_beginning_is_stored(sqlite_path: Path, outcome: Outcome) -> None:
+    """G11: an error may hold whatever a broker answered."""
+    room = SQLiteRoom(str(sqlite_path))
+    store = room.store()
+    await store.apply_schema()
+    with closing(room.connect()) as connection:
+        store.outbox().add(connection, {"n": 1}, topic="t", outside_transaction=True)
+
+    await store.settle([Settlement(claim, outcome) for claim in await store.claim(1, ClaimTerms(worker=uuid4()))])
+    await store.close()
+
+    assert room.run("SELECT last_error FROM postroom_outbox") == [("ä" * MAX_ERROR,)]
