@@ -114,6 +114,7 @@ class RedisStreamStore(StoreInRedis):
         """
         check_settings(type(self).__name__, outbox, MessageSettings)
         check_count("batch", batch, most=AT_ONCE)
+        check_duration("timeout", timeout)
         check_duration("block", block, least=_MILLISECOND, most=timeout)
         check_duration("claim_interval", claim_interval, zero=True)
         check_duration("min_idle", min_idle, least=_MILLISECOND, optional=True)
