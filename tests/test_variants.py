@@ -122,7 +122,7 @@ CAUGHT: Final[Mapping[str, Instrument]] = {
     "claim_ignores_leases": Chaos("C4"),
     "lease_never_expires": Contract("a_leased_message_is_not_claimed_until_its_lease_runs_out"),
     "missing_sweep": Contract("the_sweep_buries_a_message_whose_last_lease_ran_out"),
-    "settle_before_publish": Crash("3.5 claim -> publish: kill at publish.before", "what the fault left"),
+    "settle_before_publish": Crash("3.5 claim -> publish: kill at publish.before", "the fault left"),
     "timeout_is_success": Crash("3.5 publish sent, no confirm: wait at publish.before", "received too seldom"),
     "timeout_is_failure": Crash("3.5 publish sent, no confirm: wait at publish.before", "the final state did not"),
     "attempts_spent_in_an_outage": Crash("3.5 broker down: fail BrokerUnavailableError", "the final state did not"),

@@ -192,12 +192,20 @@ class Shop:
             began = time.monotonic()
             self.broker.down()
             await asyncio.sleep(self.seconds / 3)
+            await self._until_noticed()
             self.broker.up()
             self.outage = timedelta(seconds=time.monotonic() - began)
             await asyncio.sleep(self.seconds / 3)
         finally:
             self._closed.set()
             await asyncio.gather(*desks)
+
+    async def _until_noticed(self) -> None:
+        """Wait until the dispatcher has met the outage; on a busy machine a short one might pass in between."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE.total_seconds()):
+                while not self.counter.outages:  # noqa: ASYNC110 -- the counter is told by events
+                    await asyncio.sleep(0.01)
 
     async def _drain(self) -> None:
         with suppress(TimeoutError):
