@@ -120,7 +120,8 @@ def test_a_duration_is_a_timedelta(name: str, argument: str) -> None:
         wanted = f"a timedelta, such as timedelta(seconds={example})"
         assert refusal(name, argument, value).startswith(f"{argument}={value} must be {wanted}")
     assert refusal(name, argument, "5s").startswith(f"{argument} of type str must be a timedelta, such as")
-    assert refusal(name, argument, timedelta(-1)).startswith(f"{argument}=-1 day, 0:00:00 must ")
+    if (name, argument) != ("RedisInbox", "retention"):  # where it means the default
+        assert refusal(name, argument, timedelta(-1)).startswith(f"{argument}=-1 day, 0:00:00 must ")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,8 @@ def test_a_duration_is_a_timedelta(name: str, argument: str) -> None:
     [
         (name, argument)
         for name, argument in arguments("timedelta")
-        if argument not in {"shutdown_grace", "keep_delivered", "redelivery_horizon", "longest"}
+        if argument not in {"shutdown_grace", "keep_delivered", "redelivery_horizon", "longest", "claim_interval"}
+        and (name, argument) != ("RedisInbox", "retention")  # where it means the default
     ],
 )
 def test_a_duration_is_positive_unless_zero_has_a_meaning(name: str, argument: str) -> None:
@@ -140,13 +142,13 @@ def test_a_duration_is_positive_unless_zero_has_a_meaning(name: str, argument: s
 @pytest.mark.parametrize("value", [True, 1.5, -1])
 def test_a_count_is_a_whole_number_and_no_bool(name: str, argument: str, value: object) -> None:
     """``batch=True`` would be a batch of one."""
-    assert refusal(name, argument, value).startswith(f"{argument}={value} must be an int of at least ")
+    assert refusal(name, argument, value).startswith(f"{argument}={value} must be an int ")
 
 
 @pytest.mark.parametrize(("name", "argument"), arguments("int"))
 def test_a_count_is_no_text(name: str, argument: str) -> None:
     """Settings from the environment are texts; the value may be a secret, so it is not shown."""
-    assert refusal(name, argument, "hunter2").startswith(f"{argument} of type str must be an int of at least ")
+    assert refusal(name, argument, "hunter2").startswith(f"{argument} of type str must be an int ")
 
 
 @pytest.mark.parametrize(("name", "argument"), arguments("bool"))

@@ -667,7 +667,7 @@ async def test_a_destination_that_hangs_does_not_hold_up_others(office: Office, 
             office.add(10, topic="well")
             await office.until_delivered(20 * number)
 
-    arrived = Counter(message.topic for message in office.arrived)
+    arrived = Counter(topic for topic, _ in {(message.topic, message.id) for message in office.arrived})
     assert arrived == {"healthy": 100, "well": 100}
 
 

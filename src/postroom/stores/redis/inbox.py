@@ -92,12 +92,13 @@ class RedisInbox(Inbox):
         check_duration("longest", longest, zero=True)
         check_function("key_func", key_func, "a message", optional=True)
         self.is_literal: bool = mode == SETNX
+        kept: object = retention  # which `Inbox` refuses if it is not a timedelta
         super().__init__(
             consumer,
             table=table,
             mode="pessimistic" if mode == SETNX else mode,
             by=by,
-            retention=retention if retention > timedelta(0) else DAY,
+            retention=DAY if isinstance(kept, timedelta) and kept <= timedelta(0) else retention,
             redelivery_horizon=redelivery_horizon,
         )
         self.lease = lease
