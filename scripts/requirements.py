@@ -41,8 +41,8 @@ def proofs() -> dict[str, list[str]]:
             target = "::".join((path.relative_to(ROOT).as_posix(), *place))
             for requirement in ids:
                 found.setdefault(requirement, []).append(target)
-    for name, ids in REQUIREMENTS.items():
-        for requirement in ids:
+    for name, listed in REQUIREMENTS.items():
+        for requirement in listed:
             found.setdefault(requirement, []).append(f"{_CONTRACT}::{name}")
     return found
 

@@ -32,14 +32,15 @@ def check_duration(
     most: timedelta | None = None,
     optional: bool = False,
 ) -> None:
-    """Raise unless the value is a duration: positive, or also zero, and within the bounds."""
+    """Raise unless the value is a duration within the bounds: positive, unless zero or a negative bound is allowed."""
     if optional and value is None:
         return
     if not isinstance(value, timedelta):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         example = f"timedelta(seconds={value})" if is_number else "timedelta(seconds=5)"
         _refuse(name, value, f"a timedelta, such as {example}{' or None' * optional}")
-    if value < _ZERO or (value == _ZERO and not zero):
+    may_be_negative = least is not None and least < _ZERO
+    if not may_be_negative and (value < _ZERO or (value == _ZERO and not zero)):
         rule = "must not be negative" if zero else "must be positive"
         raise ConfigurationError(f"{name}={value} {rule}{', or None for no limit' * optional}")
     if least is not None and value < least:

@@ -88,17 +88,17 @@ class RedisInbox(Inbox):
         Raises:
             ConfigurationError: Messages would be forgotten while they may still come again, or a lease is none.
         """
+        check_duration("retention", retention, least=timedelta.min)
         check_duration("lease", lease)
         check_duration("longest", longest, zero=True)
         check_function("key_func", key_func, "a message", optional=True)
         self.is_literal: bool = mode == SETNX
-        kept: object = retention  # which `Inbox` refuses if it is not a timedelta
         super().__init__(
             consumer,
             table=table,
             mode="pessimistic" if mode == SETNX else mode,
             by=by,
-            retention=DAY if isinstance(kept, timedelta) and kept <= timedelta(0) else retention,
+            retention=retention if retention > timedelta(0) else DAY,
             redelivery_horizon=redelivery_horizon,
         )
         self.lease = lease
