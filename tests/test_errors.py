@@ -49,7 +49,7 @@ def test_every_error_is_exported_and_explained() -> None:
 MADE = [
     (errors.InvalidNameError("table", "Bad Name", "lower case"), "use lower case"),
     (errors.UnknownConnectionError(object(), "asyncpg"), "pass the connection"),
-    (errors.UnknownURLError("x:…", "sqlite:///file"), "use one of sqlite"),
+    (errors.UnknownURLError("x:…", "sqlite:///file"), "supported: sqlite"),
     (errors.MissingExtraError("asyncpg", "postgres"), r"pip install 'postroom\[postgres\]'"),
     (errors.UnsupportedDatabaseError("MySQL 5.7", "MySQL 8"), "use MySQL 8"),
     (errors.InvalidTopicError("", 249), "pass another topic="),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -200,7 +201,8 @@ class RedisCluster(RedisGroup):
         view = views.pop()
         served = sum(len(part) for member in view for part in member.slots)
         ports = {node.port for node in self.living}
-        return served == _SLOTS and {member.port for member in view} == ports and all(map(_is_working, self.living))
+        is_complete = served == _SLOTS and {member.port for member in view} == ports
+        return is_complete and all(_is_working(node) and _lists_all(node, ports) for node in self.living)
 
     def wait_until_whole(self) -> None:
         """Return once all slots are served again, by replicas where primaries were killed."""
@@ -290,6 +292,11 @@ def _myself(client: RedisClient) -> _Member:
 def _is_working(node: RedisServer) -> bool:
     """Tell whether a server takes commands, and has all the data if it follows another."""
     return _is_following(node) and "cluster_state:ok" in _text(node.client, "CLUSTER", "INFO")
+
+
+def _lists_all(node: RedisServer, ports: set[int]) -> bool:
+    """Tell whether a server tells clients of all servers; of a replica, once it has heard how far that is."""
+    return {int(port) for port in re.findall(r"\d+", _text(node.client, "CLUSTER", "SLOTS"))} >= ports
 
 
 def _is_following(node: RedisServer) -> bool:
