@@ -157,7 +157,8 @@ def _measured(measuring: Measuring, files: Sequence[str]) -> list[CoveringTest]:
     config, package = raw / "coveragerc", measuring.root / measuring.package
     config.write_text(_CONFIG.format(source=package, data=raw / "data", context=CONTEXT))
     environment = {
-        **os.environ,
+        # Whoever measures this process must not measure the tests in place of the map.
+        **{name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")},
         # Coverage.py starts with every Python process that finds this, also with those that tests start.
         "COVERAGE_PROCESS_START": str(config),
         CONTEXT: "",
