@@ -224,7 +224,12 @@ OBJECTS = [
     ("transactional", "store", 5, "store=5 must be a store with an inbox, such as"),
     ("transactional", "store", MemoryStore(), "store of type MemoryStore must be a store with an inbox, such as"),
     ("transactional", "dead_letters", 5, "dead_letters=5 must be a place for dead letters or None"),
-    ("Consumer", "subscriber", print, "subscriber of type builtin_function_or_method must be a Subscriber"),
+    (
+        "Consumer",
+        "subscriber",
+        print,
+        "subscriber of type builtin_function_or_method must be a Subscriber, such as OutboxSubscriber(store)",
+    ),
     ("Consumer", "router", print, "router of type builtin_function_or_method must be a Router; add a handler"),
     ("Consumer", "router", Router, "router must not be the class Router: pass an instance"),
     ("Outbox", "codec", 5, "codec=5 must be a Codec or None"),

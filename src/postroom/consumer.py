@@ -102,7 +102,8 @@ class Consumer:
             backoff: How long a message that failed waits, by its number of deliveries.
             listener: Called with every event, those of middlewares among them; by default they are logged.
         """
-        check_methods("subscriber", subscriber, ("__aenter__", "__aiter__"), "a Subscriber, as of broker.subscribe(…)")
+        subscribers = "a Subscriber, such as OutboxSubscriber(store) or broker.subscribe(…)"
+        check_methods("subscriber", subscriber, ("__aenter__", "__aiter__"), subscribers)
         check_methods("router", router, ("types", "start"), "a Router; add a handler to one with router.on(…)")
         for middleware in middlewares:
             check_function("middleware", middleware, "a message and what handles it next")
