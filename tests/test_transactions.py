@@ -847,7 +847,7 @@ async def test_a_handler_that_ends_the_transaction_of_sqlalchemy_is_found_out(wo
     """SQLAlchemy would begin the next one by itself."""
     transactions = transactions_of(world.pool)
 
-    with pytest.raises(TransactionAbortedError):
+    with pytest.raises(TransactionAbortedError, match="a COMMIT or ROLLBACK was sent in it"):
         async with transactions.begin() as transaction:
             await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
             await transaction.do(lambda connection: connection.rollback())

@@ -323,10 +323,12 @@ class TransactionClosedError(TransactionError):
 
 
 class TransactionAbortedError(TransactionError):
-    """The database already gave up the caller's transaction."""
+    """The transaction cannot be committed: a statement of it has failed, or it has ended already."""
 
-    def __init__(self) -> None:
-        super().__init__("the transaction has failed and can only be rolled back; roll back and start again")
+    def __init__(
+        self, message: str = "the transaction has failed and can only be rolled back; roll back and start again"
+    ) -> None:
+        super().__init__(message)
 
 
 class CommandRefusedError(TransactionError):

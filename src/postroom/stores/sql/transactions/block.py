@@ -247,7 +247,10 @@ class SQLTransactions:
 def require_open(*, is_open: bool) -> None:
     """Raise if somebody else has ended the transaction: what came after it was not part of it."""
     if not is_open:
-        raise TransactionAbortedError
+        raise TransactionAbortedError(
+            "the transaction was no longer open when it was to be committed: a statement has failed and its error was "
+            "caught, or a COMMIT or ROLLBACK was sent in it; a handler must do neither"
+        )
 
 
 async def _released(link: Link) -> None:
