@@ -11,13 +11,15 @@ import logging
 import pkgutil
 import re
 import sqlite3
+import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, closing
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar, Self, cast
 from uuid import uuid4
 
 import asyncpg
@@ -27,10 +29,10 @@ import sqlalchemy
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 import postroom
-from postroom import Consumer, Dispatcher, Message, Outbox, Router, transactional
+from postroom import Consumer, Dispatcher, Message, Outbox, OutboxSubscriber, Router, transactional
 from postroom.brokers import MemoryBroker
 from postroom.decisions import Enqueued
-from postroom.errors import CommitUnknownError, DecodeError, RejectError
+from postroom.errors import CommitUnknownError, DecodeError, RejectError, SchemaMissingError
 from postroom.middleware import Next
 from postroom.store import ClaimTerms, Release, Settlement
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore, store_from_url
@@ -236,7 +238,7 @@ async def _check_fan_out(names: dict[str, Any]) -> None:
 
 async def _check_errors(names: dict[str, Any]) -> None:
     """Hold what the page says about unknown commits and dead letters against what happens."""
-    (query,) = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "consuming.md").read_text(), flags=re.DOTALL)
+    query, _ = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "consuming.md").read_text(), flags=re.DOTALL)
 
     def raising(error: Exception) -> Next:
         async def call_next(_: Message) -> Sequence[Message]:
@@ -371,6 +373,117 @@ async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
         await names["reserve"](message)
     await names["reserve"](Message(topic="orders", payload=b"{}"))
     assert await pool.fetchval("SELECT reserved FROM stock") == 2
+
+
+class FakeHttpx(ModuleType):
+    """As much of httpx as the snippets use: answers with one status after the other, or refuses the connection."""
+
+    class ConnectError(Exception):
+        """The connection was refused."""
+
+    class ConnectTimeout(Exception):  # noqa: N818 -- httpx calls it so
+        """Nothing answered."""
+
+    class HTTPStatusError(Exception):
+        """The service refused the request."""
+
+    def __init__(self, *statuses: int | None) -> None:
+        super().__init__("httpx")
+        self.statuses = list(statuses)
+        self.posted: list[tuple[str, bytes, str]] = []
+
+    def AsyncClient(self, **_: object) -> FakeHttpx:  # noqa: N802 -- httpx calls it so
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close nothing."""
+
+    async def post(self, url: str, *, content: bytes, headers: dict[str, str]) -> FakeHttpx:
+        self.status_code = self.statuses.pop(0) if self.statuses else 204
+        if self.status_code is None:
+            raise self.ConnectError("All connection attempts failed")
+        if self.status_code < 400:
+            self.posted.append((url, content, headers["Idempotency-Key"]))
+        return self
+
+    def raise_for_status(self) -> None:
+        if self.status_code is not None and self.status_code >= 400:
+            raise self.HTTPStatusError(f"status {self.status_code}")
+
+
+async def test_the_pattern_of_a_web_application_works_as_printed(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage costs no attempt, a refusal costs one; the dispatcher ends with the application."""
+    [snippet] = [snippet for snippet in snippets("docs/patterns.md") if "lifespan" in snippet]
+    web = FakeHttpx(None, 503, 500)
+    monkeypatch.setitem(sys.modules, "httpx", web)
+    await execute(snippet, names)
+    pool, app = names["pool"], SimpleNamespace(state=SimpleNamespace())
+
+    async with names["lifespan"](app):
+        assert names["is_healthy"](app)
+        async with pool.acquire() as connection, connection.transaction():
+            added = await names["outbox"].add(connection, {"order_id": 42}, topic="orders", key="42")
+        await until(reads(pool, "SELECT status FROM postroom_outbox", "delivered"), "the delivery")
+
+    assert not names["is_healthy"](app)
+    assert web.posted == [("/orders", b'{"order_id":42}', str(added.id))]
+    assert await pool.fetchval("SELECT attempts FROM postroom_outbox") == 2
+
+
+async def test_the_health_of_a_web_application_shows_a_dispatcher_that_has_ended(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error comes out when the application ends."""
+    [snippet] = [snippet for snippet in snippets("docs/patterns.md") if "lifespan" in snippet]
+    monkeypatch.setitem(sys.modules, "httpx", FakeHttpx())
+    await execute(snippet.replace('namespace="shop"', 'namespace="shop", table="missing"'), names)
+    app = SimpleNamespace(state=SimpleNamespace())
+
+    with pytest.raises(SchemaMissingError, match="missing"):
+        async with names["lifespan"](app):
+            await until(lambda: not names["is_healthy"](app), "the end of the dispatcher")
+
+
+async def test_a_dead_letter_is_handled_again_as_printed(names: dict[str, Any]) -> None:
+    """The message is delivered again, the letter is gone, and the effect happens."""
+    pool, dsn = names["pool"], names["dsn"]
+    [redrive] = re.findall(r"```sql\nBEGIN;\n(.*?)COMMIT;\n```", (ROOT / "docs/consuming.md").read_text(), re.DOTALL)
+    handled: list[int] = []
+    is_mended = False
+
+    async def handle(order: dict[str, int]) -> None:
+        if not is_mended:
+            raise ValueError("not yet")
+        handled.append(order["order_id"])
+
+    async with pool.acquire() as connection, connection.transaction():
+        added = await Outbox(namespace="shop").add(connection, {"order_id": 42}, topic="orders", type="order.placed")
+    router = Router()
+    router.add("order.placed", handle)
+    letters = "SELECT count(*) FROM postroom_inbox_dead"
+
+    async def consume(condition: Callable[[], Any]) -> None:
+        stores = PostgresStore(dsn, namespace="shop"), PostgresStore(dsn, namespace="stock")
+        around = transactional(stores[1], consumer="stock", max_attempts=1)
+        async with running(Consumer(OutboxSubscriber(stores[0]), router, around).run()):
+            await until(condition, "the consumer")
+            await until(reads(pool, "SELECT status FROM postroom_outbox", "delivered"), "the acknowledgement")
+        for store in stores:
+            await store.close()
+
+    await consume(reads(pool, letters, 1))
+    is_mended = True
+    async with pool.acquire() as connection, connection.transaction():
+        await connection.execute(redrive.replace("…", str(added.id)))
+    await consume(lambda: bool(handled))
+
+    assert handled == [42]
+    assert await pool.fetchval(letters) == 0
 
 
 @pytest.mark.requirement("S3-25", "S3-27")
