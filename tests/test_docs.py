@@ -10,6 +10,7 @@ import inspect
 import logging
 import pkgutil
 import re
+import socket
 import sqlite3
 import sys
 import threading
@@ -20,7 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Self, cast
-from uuid import uuid4
+from urllib.error import HTTPError
+from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
@@ -32,7 +34,14 @@ import postroom
 from postroom import Consumer, Dispatcher, Message, Outbox, OutboxSubscriber, Router, transactional
 from postroom.brokers import MemoryBroker
 from postroom.decisions import Enqueued
-from postroom.errors import CommitUnknownError, DecodeError, RejectError, SchemaMissingError
+from postroom.errors import (
+    BrokerUnavailableError,
+    CommitUnknownError,
+    DecodeError,
+    PublishUnknownError,
+    RejectError,
+    SchemaMissingError,
+)
 from postroom.middleware import Next
 from postroom.store import ClaimTerms, Release, Settlement
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore, store_from_url
@@ -381,9 +390,6 @@ class FakeHttpx(ModuleType):
     class ConnectError(Exception):
         """The connection was refused."""
 
-    class ConnectTimeout(Exception):  # noqa: N818 -- httpx calls it so
-        """Nothing answered."""
-
     class HTTPStatusError(Exception):
         """The service refused the request."""
 
@@ -447,6 +453,36 @@ async def test_the_health_of_a_web_application_shows_a_dispatcher_that_has_ended
     with pytest.raises(SchemaMissingError, match="missing"):
         async with names["lifespan"](app):
             await until(lambda: not names["is_healthy"](app), "the end of the dispatcher")
+
+
+async def test_the_pattern_of_messages_over_http_works_as_printed(names: dict[str, Any]) -> None:
+    """What is posted twice is handled once, and a failure is answered as one until the message is a dead letter."""
+    [snippet] = [snippet for snippet in snippets("docs/patterns.md") if "handle_post" in snippet]
+    handled: list[int] = []
+
+    async def handle(order: dict[str, int]) -> None:
+        if order["order_id"] == 13:
+            raise ValueError("out of luck")
+        handled.append(order["order_id"])
+
+    names["router"] = Router()
+    names["router"].add("order.placed", handle)
+    await execute(snippet, names)
+
+    def posting(order_id: int, attempt: int, message_id: UUID) -> Awaitable[int]:
+        headers = {"x-message-type": "order.placed", "content-type": "application/json"}
+        headers |= {"idempotency-key": str(message_id), "x-message-attempt": str(attempt)}
+        return cast("Awaitable[int]", names["handle_post"]("orders", headers, b'{"order_id": %d}' % order_id))
+
+    good, bad = uuid4(), uuid4()
+    async with running(names["consumer"].run()):
+        async with asyncio.timeout(30):
+            statuses = [await posting(42, attempt, good) for attempt in (1, 2)]
+            statuses += [await posting(13, attempt, bad) for attempt in (1, 10)]
+
+    assert statuses == [204, 204, 500, 204]
+    assert handled == [42]
+    assert await names["pool"].fetchval("SELECT message_id FROM postroom_inbox_dead") == bad
 
 
 async def test_a_dead_letter_is_handled_again_as_printed(names: dict[str, Any]) -> None:
@@ -552,6 +588,31 @@ class Hook(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- its base calls it so
         """Print nothing."""
+
+
+async def test_the_plain_publisher_of_the_guarantees_tells_an_outage_from_a_failure() -> None:
+    """Nobody listens, somebody refuses, nobody answers in time."""
+    [snippet] = [snippet for snippet in snippets("docs/guarantees.md") if "urlopen" in snippet]
+    names: dict[str, Any] = {}
+    message = Message(topic="orders", payload=b"{}")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        await execute(snippet.replace("localhost:8000", f"127.0.0.1:{port}").replace("timeout=5", "timeout=0.1"), names)
+        with pytest.raises(PublishUnknownError):
+            await asyncio.to_thread(names["post"], message)
+    with pytest.raises(BrokerUnavailableError, match="refused"):
+        await asyncio.to_thread(names["post"], message)
+
+    class Refusing(Hook):
+        def do_POST(self) -> None:
+            self.send_error(422)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever).start()
+        await execute(snippet.replace("localhost:8000", f"127.0.0.1:{server.server_port}"), names)
+        with pytest.raises(HTTPError, match="422"):
+            await asyncio.to_thread(names["post"], message)
+        server.shutdown()
 
 
 async def test_the_plain_publisher_of_the_guarantees_delivers() -> None:
