@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -854,6 +854,28 @@ async def test_a_handler_that_ends_the_transaction_of_sqlalchemy_is_found_out(wo
             await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
 
     assert await world.rows() == []
+
+
+@pytest.mark.requirement("G1")
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+@pytest.mark.parametrize("is_caught", [True, False])
+async def test_a_transaction_that_was_ended_by_hand_does_not_spoil_the_next_one(
+    postgres_dsn: str, driver: Literal["asyncpg", "psycopg"], *, is_caught: bool
+) -> None:
+    """They share a connection of the store, and only the first handler is to blame."""
+    store = PostgresStore(postgres_dsn, driver=driver, connections=1)
+    await store.apply_schema()
+    transactions = store.transactions()
+
+    with pytest.raises(TransactionAbortedError if is_caught else ValueError):
+        async with transactions.begin() as transaction:
+            await transaction.connection.execute("COMMIT")
+            if not is_caught:
+                raise ValueError("the handler fails as well")
+    async with transactions.begin() as transaction:
+        await transaction.connection.execute("CREATE TABLE business (id int)")
+
+    await store.close()
 
 
 def through(dsn: str, proxy: FaultProxy) -> str:

@@ -207,6 +207,8 @@ class AsyncpgLink(_FromSource):
     connection: Foreign = None
 
     _begun: Foreign = None
+    #: Whether asyncpg was asked to commit: it takes the transaction for ended then, whatever came of it.
+    _is_ended: bool = False
 
     async def _start(self) -> None:
         self._begun = self.connection.transaction()
@@ -237,6 +239,7 @@ class AsyncpgLink(_FromSource):
                 await connection.execute(PROBE)
         require_open(is_open=connection.is_in_transaction())
         heard = Heard.listen(self._begun)
+        self._is_ended = True
         try:
             await self._begun.commit()
         except Exception as error:
@@ -249,7 +252,9 @@ class AsyncpgLink(_FromSource):
             raise CommitUnknownError  # the connections of another pool may answer in ways of their own
 
     async def roll_back(self) -> None:
-        if self.connection.is_in_transaction():
+        # A handler that has sent COMMIT has ended it for the server, and not for asyncpg, which would only make
+        # savepoints on this connection from then on.
+        if self.connection.is_in_transaction() or not self._is_ended:
             await self._begun.rollback()
 
     async def mark(self) -> Foreign:
@@ -283,6 +288,7 @@ class PsycopgLink(_FromSource):
     connection: Foreign = None
 
     _begun: Foreign = None
+    _is_ended: bool = False
 
     async def _start(self) -> None:
         self._begun = await self.mark()
@@ -303,12 +309,14 @@ class PsycopgLink(_FromSource):
 
     async def commit(self) -> None:
         _check_psycopg(self.connection)
+        self._is_ended = True
         with unknown_is_told():
             await self.keep(self._begun)
             _require_committed(self.connection)
 
     async def roll_back(self) -> None:
-        if self.connection.info.transaction_status.name != "IDLE":
+        # Also where a handler has sent COMMIT: psycopg counts the transactions that it has not ended itself.
+        if self.connection.info.transaction_status.name != "IDLE" or not self._is_ended:
             await self.undo(self._begun)
         _require_idle(self.connection)
 
