@@ -315,11 +315,11 @@ def test_no_module_of_production_imports_the_testing_ones() -> None:
     modules = [path for path in SOURCE.rglob("*.py") if "testing" not in path.relative_to(SOURCE).parts]
     assert len(modules) > 40
     for path in modules:
-        tree = ast.parse(path.read_text())
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
         assert not [name for name in imported if "testing" in name.split(".")], path
-        read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & {"environ", "getenv"}
+        read = {node.attr for node in nodes if isinstance(node, ast.Attribute)} & {"environ", "getenv"}
         assert not read, f"{path} reads the environment"
 
 

@@ -21,7 +21,7 @@ from scripts.mutation.report import summary
 from scripts.mutation.runner import StoppedError, copied
 from scripts.mutation.selection import covering_tests, passes
 
-PROMISES = {f"G{number}" for number in range(1, 14)}
+PROMISES = {*(f"G{number}" for number in range(1, 14)), "use"}
 
 
 def changes(source: str) -> set[tuple[str, str, str]]:

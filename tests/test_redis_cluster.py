@@ -20,7 +20,7 @@ from postroom import Consumer, Dispatcher, Message, Outbox, Router, transactiona
 from postroom.brokers import MemoryBroker
 from postroom.decisions import Decisions, Enqueued, Scheduled
 from postroom.errors import CommandRefusedError, ConfigurationError, StoreError, StoreUnavailableError
-from postroom.events import Event, StoreFailed
+from postroom.events import Event, StoreFailed, log_event
 from postroom.store import ClaimTerms, Delivered, Settlement
 from postroom.stores import store_from_url
 from postroom.stores.redis import RedisStore, RedisStreamStore, current_pipeline, hints
@@ -44,7 +44,8 @@ Kind: TypeAlias = type[RedisStore] | type[RedisStreamStore]
 
 SECOND = timedelta(seconds=1)
 #: How long a machine with other things to do may take.
-PATIENCE = 60 * SECOND
+#: A claim whose answer was lost comes again after its lease of 30 seconds, and another may be lost then.
+PATIENCE = 300 * SECOND
 KINDS = [RedisStore, RedisStreamStore]
 #: What a producer may hear while a server is gone.
 LOST = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, StoreError, OSError)
@@ -416,8 +417,12 @@ async def check_a_failover(kind: Kind, url: str, kill: Callable[[], None], wait:
     async def deliver(message: Message) -> None:
         delivered.add(message.payload)
 
+    def listen(event: Event) -> None:
+        heard.append(event)
+        log_event(event)  # a failure shows what the dispatcher met
+
     store = kind(url, namespace="shop", timeout=10 * SECOND)
-    dispatcher = Dispatcher(store, deliver, poll_interval=SECOND / 2, listener=heard.append)
+    dispatcher = Dispatcher(store, deliver, poll_interval=SECOND / 2, listener=listen)
     running = asyncio.create_task(dispatcher.run())
     gate, prefix = Client(url, timeout=10 * SECOND), Keys("any", "shop").prefix
     checked = await check_profile(gate, "replicated", prefix=prefix)

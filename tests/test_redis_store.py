@@ -722,15 +722,33 @@ async def cli(*words: str) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="asyncio.wait_for starts no task since Python 3.12")
+async def test_a_connection_that_another_task_closes_before_it_sends_is_a_lost_connection(redis_url: str) -> None:
+    """A client of a cluster closes all connections when it cannot find the servers, also those that others use."""
+    address = urlsplit(redis_url)
+    connection = redis.asyncio.Connection(host=address.hostname or "", port=address.port or 0, socket_timeout=60)
+    await connection.connect()
+    client = Client(redis_url, timeout=MINUTE)
+
+    sending = asyncio.create_task(client.call(connection.send_packed_command(connection.pack_command("PING"))))
+    await asyncio.sleep(0)  # the library has started the task that writes, which has not run yet
+    await connection.disconnect(nowait=True)
+
+    with pytest.raises(StoreUnavailableError, match="connection lost"):
+        await sending
+    await client.close()
+
+
 async def test_a_write_to_a_lost_transport_is_told_as_a_lost_connection() -> None:
-    """In Python 3.12 asyncio fails with an AttributeError, which would end a dispatcher."""
+    """Asyncio of Python 3.12 and redis-py fail with an AttributeError, which would end a dispatcher."""
     client, no_loop = Client("redis://127.0.0.1:1", timeout=timedelta(seconds=5)), None
 
     async def call(name: str) -> None:
         getattr(no_loop, name)
 
-    with pytest.raises(StoreUnavailableError, match="connection lost"):
-        await client.call(call("_add_writer"))
+    for name in ("_add_writer", "writelines", "drain", "_buffer"):
+        with pytest.raises(StoreUnavailableError, match="connection lost"):
+            await client.call(call(name))
     with pytest.raises(AttributeError):
         await client.call(call("misspelt"))
 

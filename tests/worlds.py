@@ -61,6 +61,11 @@ _REPEATED: Final = {
     "tests/test_variants.py::": r"^(?!no_token$|plain_insert_inbox$|settle_before_publish$)",
     # Drivers are cancelled in tests/test_drivers.py; what is above them is the same.
     "tests/test_cancelling": r"psycopg|asyncmy|sessionmaker",
+    # Every await of it is cancelled in turn, which takes a minute with a server.
+    "tests/test_cancelling.py::test_a_cancelled_change_of_the_schema_": r"asyncpg",
+    "tests/test_cancelling.py::test_a_cancelled_check_of_the_schema_": r"asyncpg",
+    # Two processes at once are as many as ten.
+    "tests/test_schema.py::test_processes_that_apply_at_once_": r"-10$",
     "tests/test_end_to_end.py::": r"psycopg",
     "tests/test_end_to_end.py::test_a_ten_minute_outage_": r"mariadb",
     # How a connection may be set up is tested in tests/test_writers.py.
@@ -90,6 +95,12 @@ PROOFS: Final = (
     "tests/test_bench.py::test_every_contender_",
     # The scenarios of the other tests there, on a database with a server.
     "tests/test_idempotency.py::test_a_handler_on_a_pool_of_its_own_",
+    # Each runs a pytest or a mutant of its own: the tool that judges tests, and the fixtures that start servers.
+    "tests/test_mutation.py::test_a_map_is_made_",
+    "tests/test_mutation.py::test_a_mutant_that_",
+    "tests/test_mutation.py::test_a_test_that_is_no_longer_there_",
+    "tests/test_mutation.py::test_an_entry_of_the_fixed_list_runs_",
+    "tests/test_server_fixtures.py::",
     "tests/typing/test_typing.py::test_the_checkers_do_look_",
 )
 #: What starts many processes or foreign tools, or is about Redis. `make quick` leaves it out.

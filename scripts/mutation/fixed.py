@@ -24,7 +24,7 @@ class Fixed:
     """A mutant of the list."""
 
     name: str
-    #: The promise that it breaks, G1 to G13.
+    #: The promise that it breaks, G1 to G13, or `use` for what the documentation shows.
     promise: str
     mutant: Mutant
     #: Files or ids of tests, one of which must fail.

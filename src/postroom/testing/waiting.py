@@ -14,7 +14,7 @@ async def until(
     condition: Callable[[], bool | Awaitable[bool]],
     what: str,
     *,
-    within: timedelta = timedelta(seconds=20),
+    within: timedelta = timedelta(minutes=2),
     every: timedelta = timedelta(milliseconds=5),
 ) -> None:
     """Wait until a condition holds; fail and say ``what`` was waited for if it never does.

@@ -71,9 +71,14 @@ _WORDS: Final[Mapping[str, str]] = {
 _REFUSED_IN_SCRIPT: Final = ("ACL failure in script", "user executing the script can't run this command")
 
 
+#: What is looked for at a transport, stream or event loop of a connection that is gone: asyncio of Python 3.12 writes
+#: to a transport that has lost its connection, and redis-py to one that another task of its own has just closed.
+_OF_CONNECTIONS: Final = frozenset({"_add_writer", "_buffer", "close", "drain", "wait_closed", "write", "writelines"})
+
+
 def is_of_lost_transport(error: AttributeError) -> bool:
-    """Tell whether asyncio of Python 3.12 wrote to a transport that had lost its connection, and failed over it."""
-    return error.obj is None and error.name == "_add_writer"
+    """Tell whether a library failed because the connection that it was about to use had been lost or closed."""
+    return error.obj is None and error.name in _OF_CONNECTIONS
 
 
 def translated(error: BaseException, place: str) -> StoreError:
