@@ -12,15 +12,14 @@ import pkgutil
 import re
 import socket
 import sqlite3
-import sys
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar, Self, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 from urllib.error import HTTPError
 from uuid import UUID, uuid4
 
@@ -384,69 +383,55 @@ async def test_the_patterns_work_as_printed(names: dict[str, Any]) -> None:
     assert await pool.fetchval("SELECT reserved FROM stock") == 2
 
 
-class FakeHttpx(ModuleType):
-    """As much of httpx as the snippets use: answers with one status after the other, or refuses the connection."""
-
-    class ConnectError(Exception):
-        """The connection was refused."""
-
-    class HTTPStatusError(Exception):
-        """The service refused the request."""
-
-    def __init__(self, *statuses: int | None) -> None:
-        super().__init__("httpx")
-        self.statuses = list(statuses)
-        self.posted: list[tuple[str, bytes, str]] = []
-
-    def AsyncClient(self, **_: object) -> FakeHttpx:  # noqa: N802 -- httpx calls it so
-        return self
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Close nothing."""
-
-    async def post(self, url: str, *, content: bytes, headers: dict[str, str]) -> FakeHttpx:
-        self.status_code = self.statuses.pop(0) if self.statuses else 204
-        if self.status_code is None:
-            raise self.ConnectError("All connection attempts failed")
-        if self.status_code < 400:
-            self.posted.append((url, content, headers["Idempotency-Key"]))
-        return self
-
-    def raise_for_status(self) -> None:
-        if self.status_code is not None and self.status_code >= 400:
-            raise self.HTTPStatusError(f"status {self.status_code}")
-
-
 async def test_the_pattern_of_a_web_application_works_as_printed(
-    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    names: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """An outage costs no attempt, a refusal costs one; the dispatcher ends with the application."""
     [snippet] = [snippet for snippet in snippets("docs/patterns.md") if "lifespan" in snippet]
-    web = FakeHttpx(None, 503, 500)
-    monkeypatch.setitem(sys.modules, "httpx", web)
-    await execute(snippet, names)
-    pool, app = names["pool"], SimpleNamespace(state=SimpleNamespace())
+    statuses = [503, 500]
 
-    async with names["lifespan"](app):
-        assert names["is_healthy"](app)
-        async with pool.acquire() as connection, connection.transaction():
-            added = await names["outbox"].add(connection, {"order_id": 42}, topic="orders", key="42")
-        await until(reads(pool, "SELECT status FROM postroom_outbox", "delivered"), "the delivery")
+    class Failing(Hook):
+        posted: ClassVar[list[tuple[str | None, bytes]]] = []
+
+        def do_POST(self) -> None:
+            if statuses:
+                self.send_error(statuses.pop(0))
+            else:
+                super().do_POST()
+
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))  # nobody listens, so that connections are refused
+        address = unheard.getsockname()
+        await execute(snippet.replace("localhost:8000", f"127.0.0.1:{address[1]}"), names)
+        pool, app = names["pool"], SimpleNamespace(state=SimpleNamespace())
+        async with names["lifespan"](app):
+            assert names["is_healthy"](app)
+            async with pool.acquire() as connection, connection.transaction():
+                added = await names["outbox"].add(connection, {"order_id": 42}, topic="orders", key="42")
+            await until(lambda: "destination orders (key 42) is down" in caplog.text, "the outage")
+            unheard.close()
+            with serving(Failing, address):
+                await until(reads(pool, "SELECT status FROM postroom_outbox", "delivered"), "the delivery")
 
     assert not names["is_healthy"](app)
-    assert web.posted == [("/orders", b'{"order_id":42}', str(added.id))]
+    assert Failing.posted == [(str(added.id), b'{"order_id":42}')]
     assert await pool.fetchval("SELECT attempts FROM postroom_outbox") == 2
 
 
+@contextmanager
+def serving(endpoint: type[BaseHTTPRequestHandler], address: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[int]:
+    """Serve an endpoint of its own address, and yield the port."""
+    with ThreadingHTTPServer(address, endpoint) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield server.server_port
+        server.shutdown()
+
+
 async def test_the_health_of_a_web_application_shows_a_dispatcher_that_has_ended(
-    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    names: dict[str, Any],
 ) -> None:
     """Its error comes out when the application ends."""
     [snippet] = [snippet for snippet in snippets("docs/patterns.md") if "lifespan" in snippet]
-    monkeypatch.setitem(sys.modules, "httpx", FakeHttpx())
     await execute(snippet.replace('namespace="shop"', 'namespace="shop", table="missing"'), names)
     app = SimpleNamespace(state=SimpleNamespace())
 
@@ -607,12 +592,10 @@ async def test_the_plain_publisher_of_the_guarantees_tells_an_outage_from_a_fail
         def do_POST(self) -> None:
             self.send_error(422)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        threading.Thread(target=server.serve_forever).start()
-        await execute(snippet.replace("localhost:8000", f"127.0.0.1:{server.server_port}"), names)
+    with serving(Refusing) as port:
+        await execute(snippet.replace("localhost:8000", f"127.0.0.1:{port}"), names)
         with pytest.raises(HTTPError, match="422"):
             await asyncio.to_thread(names["post"], message)
-        server.shutdown()
 
 
 async def test_the_plain_publisher_of_the_guarantees_delivers() -> None:
