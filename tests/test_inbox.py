@@ -261,6 +261,21 @@ async def test_old_marks_of_one_consumer_are_deleted_in_chunks_oldest_first(
     assert marks(databases, library, other) == 1
 
 
+async def test_a_retention_longer_than_the_calendar_keeps_every_mark(
+    library: Library, databases: Databases, inbox: Inbox
+) -> None:
+    """``timedelta.max`` says "for good": an error of the database in its cleanup would end the consumer."""
+    forever, old = Inbox(inbox.consumer, retention=timedelta.max), message()
+    async with library.opened(databases) as link:
+        await link.begin()
+        await admit(link, forever, old)
+        await link.commit()
+    age(databases, library, forever, old, days=1000)
+
+    assert await forever.purge(Opener(library, databases)) == 0
+    assert marks(databases, library, forever) == 1
+
+
 # -- two at once -----------------------------------------------------------------------------------------------
 
 WAITING = {

@@ -174,6 +174,13 @@ class UpkeepContract:
         assert (first, rest) == (3, [2, 0])
         assert left == ids[3:]
 
+    async def test_a_retention_longer_than_the_calendar_deletes_nothing(self, harness: StoreHarness) -> None:
+        """``timedelta.max`` says "keep it for good", and is no error of the store, which upkeep would retry for ever."""
+        await _deliver(harness, 1)
+        await harness.advance(DAY)
+
+        assert await harness.store.purge(older_than=timedelta.max) == 0
+
     async def test_the_purge_never_deletes_what_was_not_delivered(self, harness: StoreHarness) -> None:
         """Neither pending nor processing nor dead, nor what belongs to another namespace."""
         elsewhere = await harness.another(namespace="elsewhere")
