@@ -175,7 +175,7 @@ class UpkeepContract:
         assert left == ids[3:]
 
     async def test_a_retention_longer_than_the_calendar_deletes_nothing(self, harness: StoreHarness) -> None:
-        """``timedelta.max`` says "keep it for good", and is no error of the store, which upkeep would retry for ever."""
+        """``timedelta.max`` means "for good"; an error of the store would be retried for ever."""
         await _deliver(harness, 1)
         await harness.advance(DAY)
 
