@@ -263,7 +263,7 @@ class RedisStreamStore(StoreInRedis):
         """Return up to ``limit`` messages that claims would bring next; change nothing."""
         limit = max(limit, 0)
         # The topic is known once an entry is read.
-        base, *parts = await self._run("peek", min(limit, AT_ONCE) if topic is None else AT_ONCE)
+        base, *parts = await self._run("peek", min(limit, AT_ONCE) if topic is None else AT_ONCE, self._min_idle)
         found = [self._peeked(int(base), *parts[first : first + _PARTS]) for first in range(0, len(parts), _PARTS)]
         return [peeked for peeked in found if topic in {None, peeked.message.topic}][:limit]
 
