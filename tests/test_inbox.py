@@ -509,12 +509,13 @@ _proof: type[Transactions] = Opener
 
 
 @pytest.mark.requirement("S2-41")
-def test_an_inbox_by_dedupe_key_tells_tenants_topics_and_keys_apart() -> None:
+def test_an_inbox_by_dedupe_key_tells_namespaces_tenants_topics_and_keys_apart() -> None:
     """As the outbox does: to take two messages for one would lose the second."""
     inbox, tenant = Inbox("stock", by="dedupe_key"), uuid7()
     same = [Message(topic="orders", payload=b"", dedupe_key="a") for _ in range(2)]
     others = [
         Message(topic="payments", payload=b"", dedupe_key="a"),
+        Message(topic="orders", payload=b"", dedupe_key="a", namespace="billing"),
         Message(topic="orders", payload=b"", dedupe_key="b"),
         Message(topic="orders", payload=b"", dedupe_key="a", tenant_id=tenant),
         Message(topic="orders", payload=b""),
