@@ -201,8 +201,8 @@ class RedisStreamStore(StoreInRedis):
         bounds = "" if terms.max_bytes is None else terms.max_bytes, self._expected, SMALL, int(self._has_read_large)
         claims: list[Claim] = []
         try:
-            told = await self._run("claim", *wishes, since, *bounds, self._is_time_to_look(), self._min_idle)
-            since, base, suspect, entries, deliveries, fresh, wanted = told
+            answer = await self._run("claim", *wishes, since, *bounds, self._is_time_to_look(), self._min_idle)
+            since, base, suspect, entries, deliveries, fresh, wanted = answer
             self._has_claimed, self._has_read_large = True, False
             claims += self._taken(entries, deliveries, base=int(base), is_suspect=bool(suspect))
             claims += [self._one(entry, _fields(words), 1, int(base) + 1) for entry, words in fresh]

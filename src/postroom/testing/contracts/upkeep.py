@@ -31,7 +31,7 @@ class UpkeepContract:
     # -- other namespaces --------------------------------------------------------------------------------------
 
     async def test_messages_that_are_due_in_other_namespaces_are_found(self, harness: StoreHarness) -> None:
-        """A dispatcher that finds nothing tells of them, unless they are not due or a worker is at work there."""
+        """A dispatcher that finds nothing reports them, unless they are not due or a worker is at work there."""
         await harness.add(numbered(1))
         await harness.add(numbered(2), numbered(3, key="a"), namespace="shop")
         await harness.add(numbered(4), namespace="later", delay=HOUR)
