@@ -261,6 +261,21 @@ async def test_old_marks_of_one_consumer_are_deleted_in_chunks_oldest_first(
     assert marks(databases, library, other) == 1
 
 
+async def test_a_retention_longer_than_the_calendar_keeps_every_mark(
+    library: Library, databases: Databases, inbox: Inbox
+) -> None:
+    """``timedelta.max`` says "for good": an error of the database in its cleanup would end the consumer."""
+    forever, old = Inbox(inbox.consumer, retention=timedelta.max), message()
+    async with library.opened(databases) as link:
+        await link.begin()
+        await admit(link, forever, old)
+        await link.commit()
+    age(databases, library, forever, old, days=1000)
+
+    assert await forever.purge(Opener(library, databases)) == 0
+    assert marks(databases, library, forever) == 1
+
+
 # -- two at once -----------------------------------------------------------------------------------------------
 
 WAITING = {
@@ -494,12 +509,13 @@ _proof: type[Transactions] = Opener
 
 
 @pytest.mark.requirement("S2-41")
-def test_an_inbox_by_dedupe_key_tells_tenants_topics_and_keys_apart() -> None:
+def test_an_inbox_by_dedupe_key_tells_namespaces_tenants_topics_and_keys_apart() -> None:
     """As the outbox does: to take two messages for one would lose the second."""
     inbox, tenant = Inbox("stock", by="dedupe_key"), uuid7()
     same = [Message(topic="orders", payload=b"", dedupe_key="a") for _ in range(2)]
     others = [
         Message(topic="payments", payload=b"", dedupe_key="a"),
+        Message(topic="orders", payload=b"", dedupe_key="a", namespace="billing"),
         Message(topic="orders", payload=b"", dedupe_key="b"),
         Message(topic="orders", payload=b"", dedupe_key="a", tenant_id=tenant),
         Message(topic="orders", payload=b""),

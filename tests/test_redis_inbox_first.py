@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from postroom import Message, Outbox, events
+from postroom.errors import MiddlewareOrderError
 from postroom.inbox import Inbox
 from postroom.middleware import InboxMiddleware, OutboxMiddleware, TransactionMiddleware
 from postroom.middleware.chain import Middleware, Next
@@ -193,3 +194,25 @@ async def test_a_message_handed_on_inside_a_transaction_is_not_marked_if_its_han
     assert (await effects(shop), await mark(shop, box, inner_message)) == ((1, 0), "")
     assert await inbox_first(shop, box, counting(shop)).deliver(inner_message) == Delivered()
     assert await effects(shop) == (2, 0)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_an_inbox_that_claims_belongs_to_one_list_of_middlewares(shop: Shop, *, is_first: bool) -> None:
+    """In another one its mark would outlive a transaction that is rolled back, and the message be lost."""
+    shared, other = InboxMiddleware(inbox()), TransactionMiddleware(shop.also(shop.client))
+    lists: list[list[Middleware]] = [[shared, TransactionMiddleware(shop.transactions)], [other, shared]]
+    one, another = lists if is_first else reversed(lists)
+    Hand(failing, *one)
+    Hand(failing, *one)  # as a consumer that is made again
+
+    with pytest.raises(MiddlewareOrderError, match="create another one"):
+        Hand(failing, *another)
+
+
+async def test_an_inbox_that_claims_is_not_shared_by_different_transactions(shop: Shop) -> None:
+    """Each completes its own claims only."""
+    shared, other = InboxMiddleware(inbox()), TransactionMiddleware(shop.also(shop.client))
+    Hand(failing, shared, TransactionMiddleware(shop.transactions))
+
+    with pytest.raises(MiddlewareOrderError, match="create another one"):
+        Hand(failing, shared, other)

@@ -6,6 +6,7 @@ import gc
 import inspect
 import warnings
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -20,6 +21,7 @@ from redis.retry import Retry
 from postroom import Outbox
 from postroom.decisions import Decisions
 from postroom.errors import CommandRefusedError, ConfigurationError
+from postroom.stores.redis.pipelines import refuse_if_it_repeats
 from postroom.stores.redis.stream_outbox import StreamOutbox
 from postroom.testing.clients import ValkeyClient
 
@@ -159,3 +161,19 @@ async def test_a_client_that_repeats_commands_by_itself_is_refused(
         await answered(outbox.add(client.pipeline() if is_pipeline else client, {"n": 1}, topic="orders"))
 
     await answered(client.aclose() if kind.startswith("async") else client.close())
+
+
+@pytest.mark.parametrize("repeats", [0, 3])
+async def test_an_async_pipeline_of_a_cluster_is_checked_in_the_first_releases_of_redis_py_6_too(repeats: int) -> None:
+    """There it keeps its client under another name, and has no pool."""
+    client: Foreign = redis.asyncio.RedisCluster(host="localhost", retry=AsyncRetry(NoBackoff(), repeats))
+
+    class ClusterPipeline:
+        __slots__ = ("_client", "_command_stack")
+
+        def __init__(self) -> None:
+            self._client = client
+            self._command_stack = list[object]()
+
+    with pytest.raises(ConfigurationError, match="repeats commands") if repeats else nullcontext():
+        refuse_if_it_repeats(ClusterPipeline())

@@ -159,11 +159,14 @@ async def test_a_claim_takes_a_batch_at_the_most(client: Foreign) -> None:
 
 
 @pytest.mark.requirement("S0-48")
-@pytest.mark.parametrize(("options", "milliseconds"), [({}, "1000"), ({"block": timedelta(seconds=2.5)}, "2500")])
+@pytest.mark.parametrize(
+    ("options", "milliseconds"),
+    [({}, "1000"), ({"block": timedelta(seconds=2.5)}, "2500"), ({"timeout": 999 * MS}, "999")],
+)
 async def test_a_listener_blocks_for_as_long_as_the_store_says(
     client: Foreign, options: dict[str, Foreign], milliseconds: str
 ) -> None:
-    """The server sees it in the command."""
+    """The server sees it in the command. A timeout below a second needs no second setting."""
     store = RedisStreamStore(client, table=f"test-{uuid4().hex}", **options)
     async with client.monitor() as monitor:
         listening = asyncio.create_task(store.listen(lambda: None))

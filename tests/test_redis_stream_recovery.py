@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from postroom import Claim, ClaimTerms, Dead, Delivered, Dispatcher, Message, Outcome, Release, Retry, Settlement
 from postroom.brokers import MemoryBroker
 from postroom.errors import StoreError, StorePermissionError, StoreUnavailableError
+from postroom.store import Peeked
 from postroom.stores.redis import stream as stream_module
 from postroom.stores.redis.stream import RedisStreamStore
 from postroom.testing.cancelling import cuts
@@ -29,6 +30,8 @@ from postroom.testing.servers import ValkeyServer
 from postroom.testing.waiting import until
 
 MS = timedelta(milliseconds=1)
+#: As many entries the scripts of the stream look at.
+SCANNED = 2000
 GROUP = "outbox-publisher"
 # The library's own types name neither all commands nor what they answer.
 Foreign = Any
@@ -72,6 +75,19 @@ class Place:
 
     async def dead(self) -> list[dict[bytes, bytes]]:
         return [fields for _, fields in await self.client.xrange(self.key(":dead"))]
+
+    async def watched(self, peek: Awaitable[Sequence[Peeked]]) -> tuple[Sequence[Peeked], list[list[str]]]:
+        """Return what a peek shows, and the commands of its script."""
+        heard, mark = list[list[str]](), uuid4().hex
+        async with self.client.monitor() as monitor:
+            peeked = await peek
+            await self.client.echo(mark)
+            async for seen in monitor.listen():
+                words = seen["command"].split()
+                if words[-1] == mark:
+                    break
+                heard.append(words)
+        return peeked, heard
 
     async def age(self, by: timedelta) -> None:
         """Make all that is held look as if it had been held for so much longer."""
@@ -388,6 +404,53 @@ async def test_an_idle_time_lengthens_a_lease_and_never_shortens_it(place: Place
 
     assert (early, late) == ([], ([], 0))
     assert numbers(await patient.claim(10, terms())) == [1]
+
+
+@pytest.mark.requirement("S0-48")
+async def test_a_peek_waits_for_the_idle_time_of_the_store_as_claims_do(place: Place) -> None:
+    """What it shows, the next claim brings: of postroom's own workers, and of others."""
+    await place.add(1, 2)
+    await place.store().claim(1, terms())
+    store = place.store(min_idle=timedelta(minutes=5))
+    await store.open()
+    await place.client.xreadgroup(GROUP, "somebody", {place.key(): ">"})
+    await store.sweep(terms())
+    await place.age(timedelta(minutes=4))
+    early = await store.peek(10), await store.claim(10, terms())
+    await place.age(timedelta(minutes=2))
+    late = await store.peek(10)
+
+    assert early == ([], [])
+    assert sorted(int(one.message.payload) for one in late) == [1, 2]
+    assert sorted(numbers(await store.claim(10, terms()))) == [1, 2]
+
+
+async def test_a_peek_looks_at_a_bounded_number_of_entries_that_workers_left(place: Place) -> None:
+    """However many workers are gone: the server does nothing else meanwhile."""
+    await place.add(*range(2500))
+    for _ in range(5):
+        await place.store().claim(500, terms())
+    await place.age(timedelta(minutes=1))
+
+    peeked, heard = await place.watched(place.store(min_idle=timedelta(hours=1)).peek(10))
+
+    looked_at = [int(words[5]) for words in heard if words[0] == "XPENDING" and words[-1] != words[5]]
+    assert peeked == []
+    assert looked_at == [SCANNED, 1500, 1000, 500]
+
+
+async def test_a_peek_looks_at_a_bounded_number_of_entries_that_wait(place: Place) -> None:
+    """However many topics they are of: the server does nothing else meanwhile."""
+    topics, store = [f"topic-{number}" for number in range(30)], place.store()
+    await store.outbox().add(place.client, [Message(topic=name, payload=b"1") for name in topics])
+    claims = await store.claim(500, terms())
+    await store.settle([Settlement(claim, Retry("no", timedelta(0))) for claim in claims])
+
+    peeked, heard = await place.watched(store.peek(500))
+
+    looked_at = [int(words[-1]) for words in heard if words[0] == "ZRANGEBYLEX"]
+    assert len(peeked) == len(looked_at) == len(topics)
+    assert len(topics) <= sum(looked_at) <= SCANNED + len(topics)
 
 
 @pytest.mark.requirement("S0-48", "S0-52")

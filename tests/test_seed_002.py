@@ -9,10 +9,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 
@@ -266,7 +266,7 @@ async def test_downstream_processing_is_idempotent_on_the_dedupe_key(chat: Chat,
     chat.finalize()
     await Dispatcher(chat.store, chat.broker).run(until_idle=True)
     [published] = chat.broker.received
-    sent_again = Message(topic=TOPIC, payload=published.payload, tenant_id=TENANT, dedupe_key=DEDUPE_KEY, type=TOPIC)
+    sent_again = replace(published, id=uuid4())
     unrelated = Message(topic=TOPIC, payload=published.payload, type=TOPIC)
     router, seen = Router(), list[events.Event]()
 

@@ -97,7 +97,7 @@ def operations(dialect: Dialect) -> dict[str, list[Statement]]:
         ),
         "claim behind keys that wait": list(told(dialect.claim_keyed("shop", 1, TERMS, Walk()), *blocked)),
         "claim a suspect": list(told(dialect.claim_suspect("shop", TERMS), [found])),
-        "peek": list(told(dialect.peek("shop", 10, None), [(row[0], "orders", "42", 1, 1, row[9], 1.0)])),
+        "peek": list(told(dialect.peek("shop", 10, None), [(row[0], "orders", "42", 1, 1, row[9], 1.0)], [])),
         "settle, keeping what was delivered": list(settled(keep=True)),
         "settle, deleting what was delivered": list(settled(keep=False)),
         "extend leases": list(told(dialect.extend([CLAIM], timedelta(seconds=30)), states)),

@@ -68,8 +68,9 @@ again for 4 days, 0:00:00, so their effect could happen twice; raise retention=
             schema: The database schema that the table is in.
             mode: ``pessimistic`` marks a message first, so that its handler never runs twice at once;
                 ``optimistic`` marks it last, which keeps locks shorter, and undoes what was done twice.
-            by: ``id`` recognises a message by its id. ``dedupe_key`` takes messages of one tenant and topic with the
-                same dedupe key for one message, whatever their ids are; one without a key is recognised by its id.
+            by: ``id`` recognises a message by its id. ``dedupe_key`` takes messages of one namespace, tenant and topic
+                with the same dedupe key for one message, whatever their ids are; one without a key is recognised by
+                its id.
             retention: How long a message is remembered.
             redelivery_horizon: For how long after its first delivery a message may come again.
 
@@ -105,7 +106,8 @@ again for 4 days, 0:00:00, so their effect could happen twice; raise retention=
         """Return a message under the id by which this inbox knows it: its own, or one made of its dedupe key."""
         if self.by == "id" or message.dedupe_key is None:
             return message
-        name = f"{message.tenant_id or ''}\0{message.topic}\0{message.dedupe_key}"
+        # As in the outbox, where services of other namespaces may use the same keys.
+        name = "\0".join((message.namespace, str(message.tenant_id or ""), message.topic, message.dedupe_key))
         return replace(message, id=uuid5(_DEDUPE_KEYS, name))
 
     async def admit(self, transaction: Transaction, message: Message) -> bool:

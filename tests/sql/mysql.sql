@@ -261,19 +261,40 @@ FROM (
         SELECT id, namespace, topic, `key`, seq, next_attempt_at, 1 AS turn, next_attempt_at AS since
           FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
         WHERE namespace = :namespace AND ordered = 1 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
-        ORDER BY next_attempt_at, seq LIMIT 1000) AS with_key) AS head
-WHERE (
-    SELECT dead.seq FROM `postroom_outbox` AS dead FORCE INDEX (`postroom_outbox_dead`)
-    WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
-    AND dead.`key` = head.`key` AND dead.seq < head.seq
-    ORDER BY dead.seq LIMIT 1) IS NULL
-AND (
+        ORDER BY next_attempt_at, seq LIMIT 1000) AS with_key) AS head;
+
+-- peek
+SELECT line.topic, line.`key`, (
     SELECT earlier.seq FROM `postroom_outbox` AS earlier FORCE INDEX (`postroom_outbox_keyed`)
-    WHERE unsettled = 1 AND earlier.namespace = head.namespace
-    AND earlier.topic = head.topic AND earlier.`key` = head.`key` AND earlier.seq < head.seq
+    WHERE unsettled = 1 AND earlier.namespace = :namespace
+    AND earlier.topic = line.topic AND earlier.`key` = line.`key` AND earlier.seq < line.last
     AND NOT (earlier.status = 'pending' AND earlier.next_attempt_at <= UTC_TIMESTAMP(6))
     AND NOT (earlier.status = 'processing' AND earlier.locked_until < UTC_TIMESTAMP(6))
-    ORDER BY earlier.seq LIMIT 1) IS NULL;
+    ORDER BY earlier.seq LIMIT 1), (
+    SELECT dead.seq FROM `postroom_outbox` AS dead FORCE INDEX (`postroom_outbox_dead`)
+    WHERE dead.status = 'dead' AND dead.namespace = :namespace
+    AND dead.topic = line.topic AND dead.`key` = line.`key`
+    ORDER BY dead.seq LIMIT 1)
+FROM (
+    SELECT topic, `key`, max(seq) AS last FROM (
+        SELECT * FROM (
+            SELECT id, namespace, topic, `key`, seq, next_attempt_at, 0 AS turn, locked_until AS since
+              FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_leased`)
+            WHERE namespace = :namespace AND status = 'processing' AND locked_until < UTC_TIMESTAMP(6)
+            ORDER BY locked_until, seq LIMIT 1000) AS expired
+        UNION ALL
+        SELECT * FROM (
+            SELECT id, namespace, topic, `key`, seq, next_attempt_at, 1 AS turn, next_attempt_at AS since
+              FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+            WHERE namespace = :namespace AND ordered = 0 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+            ORDER BY next_attempt_at, seq LIMIT 1000) AS without_key
+        UNION ALL
+        SELECT * FROM (
+            SELECT id, namespace, topic, `key`, seq, next_attempt_at, 1 AS turn, next_attempt_at AS since
+              FROM `postroom_outbox` FORCE INDEX (`postroom_outbox_ready`)
+            WHERE namespace = :namespace AND ordered = 1 AND status = 'pending' AND next_attempt_at <= UTC_TIMESTAMP(6)
+            ORDER BY next_attempt_at, seq LIMIT 1000) AS with_key) AS head
+    WHERE `key` IS NOT NULL GROUP BY topic, `key`) AS line;
 
 -- settle, keeping what was delivered
 UPDATE `postroom_outbox`

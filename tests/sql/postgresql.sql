@@ -521,19 +521,37 @@ FROM (
     SELECT * FROM (
         SELECT id, namespace, topic, "key", seq, next_attempt_at, 1 AS turn, next_attempt_at AS since FROM "postroom_outbox"
         WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending' AND next_attempt_at <= now()
-        ORDER BY next_attempt_at, seq LIMIT 1000) AS with_key) AS head
-WHERE (
-    SELECT dead.seq FROM "postroom_outbox" AS dead
-    WHERE dead.status = 'dead' AND dead.namespace = head.namespace AND dead.topic = head.topic
-    AND dead."key" = head."key" AND dead.seq < head.seq
-    ORDER BY dead.seq LIMIT 1) IS NULL
-AND (
+        ORDER BY next_attempt_at, seq LIMIT 1000) AS with_key) AS head;
+
+-- peek
+SELECT line.topic, line."key", (
     SELECT earlier.seq FROM "postroom_outbox" AS earlier
-    WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND earlier.namespace = head.namespace
-    AND earlier.topic = head.topic AND earlier."key" = head."key" AND earlier.seq < head.seq
+    WHERE "key" IS NOT NULL AND status IN ('pending', 'processing') AND earlier.namespace = :namespace
+    AND earlier.topic = line.topic AND earlier."key" = line."key" AND earlier.seq < line.last
     AND NOT (earlier.status = 'pending' AND earlier.next_attempt_at <= now())
     AND NOT (earlier.status = 'processing' AND earlier.locked_until < now())
-    ORDER BY earlier.seq LIMIT 1) IS NULL;
+    ORDER BY earlier.seq LIMIT 1), (
+    SELECT dead.seq FROM "postroom_outbox" AS dead
+    WHERE dead.status = 'dead' AND dead.namespace = :namespace
+    AND dead.topic = line.topic AND dead."key" = line."key"
+    ORDER BY dead.seq LIMIT 1)
+FROM (
+    SELECT topic, "key", max(seq) AS last FROM (
+        SELECT * FROM (
+            SELECT id, namespace, topic, "key", seq, next_attempt_at, 0 AS turn, locked_until AS since FROM "postroom_outbox"
+            WHERE namespace = :namespace AND status = 'processing' AND locked_until < now()
+            ORDER BY locked_until, seq LIMIT 1000) AS expired
+        UNION ALL
+        SELECT * FROM (
+            SELECT id, namespace, topic, "key", seq, next_attempt_at, 1 AS turn, next_attempt_at AS since FROM "postroom_outbox"
+            WHERE namespace = :namespace AND "key" IS NULL AND status = 'pending' AND next_attempt_at <= now()
+            ORDER BY next_attempt_at, seq LIMIT 1000) AS without_key
+        UNION ALL
+        SELECT * FROM (
+            SELECT id, namespace, topic, "key", seq, next_attempt_at, 1 AS turn, next_attempt_at AS since FROM "postroom_outbox"
+            WHERE namespace = :namespace AND "key" IS NOT NULL AND status = 'pending' AND next_attempt_at <= now()
+            ORDER BY next_attempt_at, seq LIMIT 1000) AS with_key) AS head
+    WHERE "key" IS NOT NULL GROUP BY topic, "key") AS line;
 
 -- peek
 SELECT id, topic, type, "key", payload, content_type, headers::text, tenant_id, dedupe_key, created_at,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from .. import events
 from ..checks import check_duration, check_type
 from ..deadline import off_the_clock
-from ..errors import AlreadyHandledError, InvalidMessageError, TransactionError
+from ..errors import AlreadyHandledError, InvalidMessageError, MiddlewareOrderError, TransactionError
 from ..inbox import CHUNK, Inbox
 from ..message import Message
 from ..patience import UPKEEP, persist
@@ -69,6 +69,7 @@ class InboxMiddleware:
 
     def run_on(self, transactions: Transactions) -> None:
         """Clean the inbox in these transactions."""
+        self._refuse_to_claim_elsewhere(None)
         self._transactions = transactions
         self._is_connected.set()
 
@@ -79,8 +80,17 @@ class InboxMiddleware:
 
     def claim_on(self, transactions: ClaimingTransactions) -> None:
         """Claim messages before one of these transactions begins inside of this middleware."""
-        self._claiming = transactions
-        self.run_on(transactions)
+        self._refuse_to_claim_elsewhere(transactions)
+        self._claiming = self._transactions = transactions
+        self._is_connected.set()
+
+    def _refuse_to_claim_elsewhere(self, transactions: ClaimingTransactions | None) -> None:
+        """Raise if claims of one stack would be made for another, whose transaction does not complete them."""
+        if self._transactions is not None and self._claiming is not transactions:
+            raise MiddlewareOrderError(
+                "an InboxMiddleware that stands outside of its transaction belongs to one list of middlewares; create "
+                "another one for this list"
+            )
 
     async def serve(self, tell: events.Listener) -> None:
         """Delete inbox rows past their retention, until cancelled; a consumer does this while it runs."""

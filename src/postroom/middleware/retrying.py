@@ -22,7 +22,7 @@ class RetryMiddleware:
     """Handles a message again that failed, a few times with a short wait; then the failure is the broker's.
 
     It stands outside the transaction, so that every attempt has one of its own. What is rejected or
-    cannot be decoded is not tried again, and neither is a transaction of which nobody knows whether it was committed.
+    cannot be decoded is not tried again, and neither is a transaction whose outcome is unknown.
     """
 
     layer: ClassVar[int] = RETRY

@@ -216,8 +216,8 @@ class MemoryStore:
 
     async def purge(self, *, older_than: timedelta, limit: int = 1000) -> int:
         """Delete delivered messages past their retention."""
-        latest = self._clock() - older_than
-        old = [row for row in self._mine() if row.status == "delivered" and row.changed <= latest]
+        now = self._clock()
+        old = [row for row in self._mine() if row.status == "delivered" and now - row.changed >= older_than]
         oldest = sorted(old, key=lambda row: row.changed)[:limit]
         for row in oldest:
             self.rows.remove(row)

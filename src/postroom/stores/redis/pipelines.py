@@ -23,7 +23,8 @@ def refuse_if_it_repeats(client: Foreign) -> None:
     Raises:
         ConfigurationError: It does, and what it writes could be written twice.
     """
-    owner: Foreign = getattr(client, "cluster_client", client)
+    # The pipeline of a cluster names its client in one of two ways, as the release has it.
+    owner: Foreign = getattr(client, "cluster_client", getattr(client, "_client", client))
     # A cluster's client repeats by itself, others have their connections do it.
     maker: Foreign = owner if hasattr(owner, "retry") else owner.connection_pool
     if maker in _SOUND:

@@ -29,6 +29,8 @@ __all__ = ["RedisStreamStore", "StreamClaim"]
 FORGET_NAMES: Final = timedelta(hours=1)
 #: How many new entries a claim that is bounded by bytes reads before it knows their size.
 FEW: Final = 8
+#: How long one call waits for new entries.
+BLOCK: Final = timedelta(seconds=1)
 #: How long a listener rests after new entries have come, so that a load does not hold it up.
 REST: Final = 0.02
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -70,7 +72,7 @@ class RedisStreamStore(StoreInRedis):
         group: str = "outbox-publisher",
         consumer: str | None = None,
         batch: int = AT_ONCE,
-        block: timedelta = timedelta(seconds=1),
+        block: timedelta | None = None,
         claim_interval: timedelta = timedelta(0),
         min_idle: timedelta | None = None,
         keep_delivered: timedelta = timedelta(0),
@@ -93,7 +95,8 @@ class RedisStreamStore(StoreInRedis):
             consumer: Who reads, by default this host, process and object. A name that outlives the process takes over
                 at once what that held; two that run at the same time under one name do so from each other.
             batch: How many entries one claim takes at the most, 1 to 500, however many a dispatcher asks for.
-            block: How long one XREAD waits for new entries to come.
+            block: How long one XREAD waits for new entries to come; by default a second, or ``timeout`` if that is
+                shorter.
             claim_interval: How often entries are looked for that another worker has read and did not settle in time;
                 zero looks at every claim, which costs next to nothing.
             min_idle: How long an entry that another worker has read must be idle before it is taken over. By default
@@ -115,7 +118,7 @@ class RedisStreamStore(StoreInRedis):
         check_settings(type(self).__name__, outbox, MessageSettings)
         check_count("batch", batch, most=AT_ONCE)
         check_duration("timeout", timeout)
-        check_duration("block", block, least=_MILLISECOND, most=timeout)
+        check_duration("block", block, least=_MILLISECOND, most=timeout, optional=True)
         check_duration("claim_interval", claim_interval, zero=True)
         check_duration("min_idle", min_idle, least=_MILLISECOND, optional=True)
         for kind, name in (("group", group), ("consumer", consumer)):
@@ -139,7 +142,7 @@ class RedisStreamStore(StoreInRedis):
         self._group = group
         self._stream = stream
         self._batch = batch
-        self._block = block
+        self._block = min(BLOCK, timeout) if block is None else block
         self._claim_interval = claim_interval.total_seconds()
         self._min_idle: int | str = "" if min_idle is None else min_idle // _MILLISECOND
         #: When the next claim looks for entries that other workers have left.
@@ -198,8 +201,8 @@ class RedisStreamStore(StoreInRedis):
         bounds = "" if terms.max_bytes is None else terms.max_bytes, self._expected, SMALL, int(self._has_read_large)
         claims: list[Claim] = []
         try:
-            told = await self._run("claim", *wishes, since, *bounds, self._is_time_to_look(), self._min_idle)
-            since, base, suspect, entries, deliveries, fresh, wanted = told
+            answer = await self._run("claim", *wishes, since, *bounds, self._is_time_to_look(), self._min_idle)
+            since, base, suspect, entries, deliveries, fresh, wanted = answer
             self._has_claimed, self._has_read_large = True, False
             claims += self._taken(entries, deliveries, base=int(base), is_suspect=bool(suspect))
             claims += [self._one(entry, _fields(words), 1, int(base) + 1) for entry, words in fresh]
@@ -263,7 +266,7 @@ class RedisStreamStore(StoreInRedis):
         """Return up to ``limit`` messages that claims would bring next; change nothing."""
         limit = max(limit, 0)
         # The topic is known once an entry is read.
-        base, *parts = await self._run("peek", min(limit, AT_ONCE) if topic is None else AT_ONCE)
+        base, *parts = await self._run("peek", min(limit, AT_ONCE) if topic is None else AT_ONCE, self._min_idle)
         found = [self._peeked(int(base), *parts[first : first + _PARTS]) for first in range(0, len(parts), _PARTS)]
         return [peeked for peeked in found if topic in {None, peeked.message.topic}][:limit]
 

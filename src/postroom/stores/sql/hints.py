@@ -45,7 +45,7 @@ class Hints:
             await asyncio.wait(self._sending)
 
     def ask(self) -> bool:
-        """Have a hint sent that tells of everything up to now; return False if they have never been opened."""
+        """Send a hint about everything added until now; return False if hints have never been opened."""
         if self._loop is None:
             return False
         now = time.monotonic()

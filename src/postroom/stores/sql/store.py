@@ -245,7 +245,7 @@ class SQLStore:
         await self._driver.listen(self._dialect.channel(self.namespace), wake, timeout=self._timeout)
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
-        """Return what adds messages to this store, with its settings; ``wake`` is called after a commit it knows of."""
+        """Return what adds messages to this store, with its settings; ``wake`` is called after commits it notices."""
         names = self._dialect.names
         return Outbox(
             namespace=self.namespace, table=names.table, schema=names.schema, wake=wake, **self._outbox_settings

@@ -28,7 +28,7 @@ class PeekingContract:
 
     @pytest.mark.parametrize("key", [None, "a"])
     async def test_a_peek_shows_what_the_next_claim_brings(self, harness: StoreHarness, key: str | None) -> None:
-        """A claim afterwards returns the same messages, in that order, as if nobody had looked."""
+        """A claim afterwards returns the same messages, in that order, as if there had been no peek."""
         await harness.add(*[numbered(number, key=key) for number in range(5)])
         before = await harness.rows()
 

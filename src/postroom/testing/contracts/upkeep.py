@@ -31,7 +31,7 @@ class UpkeepContract:
     # -- other namespaces --------------------------------------------------------------------------------------
 
     async def test_messages_that_are_due_in_other_namespaces_are_found(self, harness: StoreHarness) -> None:
-        """A dispatcher that finds nothing tells of them, unless they are not due or a worker is at work there."""
+        """A dispatcher that finds nothing reports them, unless they are not due or a worker is at work there."""
         await harness.add(numbered(1))
         await harness.add(numbered(2), numbered(3, key="a"), namespace="shop")
         await harness.add(numbered(4), namespace="later", delay=HOUR)
@@ -173,6 +173,13 @@ class UpkeepContract:
 
         assert (first, rest) == (3, [2, 0])
         assert left == ids[3:]
+
+    async def test_a_retention_longer_than_the_calendar_deletes_nothing(self, harness: StoreHarness) -> None:
+        """``timedelta.max`` means "for good"; an error of the store would be retried for ever."""
+        await _deliver(harness, 1)
+        await harness.advance(DAY)
+
+        assert await harness.store.purge(older_than=timedelta.max) == 0
 
     async def test_the_purge_never_deletes_what_was_not_delivered(self, harness: StoreHarness) -> None:
         """Neither pending nor processing nor dead, nor what belongs to another namespace."""

@@ -194,11 +194,16 @@ end
 local SCANNED, PAGE = 2000, 100
 local scanned = 0
 
+-- How many milliseconds an entry must be idle before it is taken from a consumer.
+local function idle_time(name)
+  local lease = tonumber(name:match('|(%d+)$'))
+  return lease and math.max(lease, min_idle or 0) or min_idle or FOREIGN
+end
+
 -- Look at what a consumer holds and did not come back for. ``visit`` is told each entry and its deliveries, and answers
 -- whether it took the entry away; nothing if it wants no more. How far this came is kept for the next time.
 local function look(name, visit)
-  local lease = tonumber(name:match('|(%d+)$'))
-  lease = lease and math.max(lease, min_idle or 0) or min_idle or FOREIGN
+  local lease = idle_time(name)
   local is_gone = tonumber(redis.call('ZSCORE', leases, name)) == 0
   local start, earliest, is_left = '-', now + lease * 1000, false
   local scan = redis.call('HGET', scans, name)

@@ -1,8 +1,9 @@
 -- Show messages that claims would bring next; nothing is written.
--- ARGV: the group, and how many.
+-- ARGV: the group, how many, and how many milliseconds an entry must be idle before it is taken over or nothing.
 -- Answers the base of tokens, and then for each message its entry, or nothing for one that is not in the stream yet, its
 -- fields, its deliveries, its attempts, and for how many microseconds it has been due.
 local limit = tonumber(ARGV[2])
+min_idle = tonumber(ARGV[3])
 local answer = { whole(base) }
 local count = 0
 
@@ -19,26 +20,33 @@ end
 
 -- What a worker did not come back for.
 for _, name in ipairs(overdue()) do
-  local lease = tonumber(name:match('|(%d+)$')) or FOREIGN
-  local is_gone = tonumber(redis.call('ZSCORE', leases, name)) == 0
-  local held = redis.pcall('XPENDING', stream, group, '-', '+', SCANNED, name)
+  if count >= limit or scanned >= SCANNED then break end
+  local lease, is_gone = idle_time(name), tonumber(redis.call('ZSCORE', leases, name)) == 0
+  local held = redis.pcall('XPENDING', stream, group, '-', '+', SCANNED - scanned, name)
   for _, one in ipairs(held.err and {} or held) do
     if count < limit and (is_gone or one[3] > lease) then show_held(one[1], one[4]) end
   end
+  scanned = scanned + #held
 end
 
 -- What waits for its next try, of all topics, the oldest first.
-local found = {}
-for _, word in ipairs(redis.call('HVALS', topics)) do
+local numbers = count < limit and redis.call('EXISTS', waiting) == 1 and redis.call('HVALS', topics) or {}
+local found, more = {}, false
+local size = math.max(1, math.min(limit, math.ceil(SCANNED / math.max(#numbers, 1))))
+for _, word in ipairs(numbers) do
   local topic = math.min(tonumber(word), 65535)
   local from, to = '[' .. struct.pack('>I2', topic), '(' .. struct.pack('>I2I8', topic, now + 1)
-  for _, member in ipairs(redis.call('ZRANGEBYLEX', waiting, from, to, 'LIMIT', 0, limit)) do
-    found[#found + 1] = member:sub(3)
+  local members = redis.call('ZRANGEBYLEX', waiting, from, to, 'LIMIT', 0, size)
+  for _, member in ipairs(members) do found[#found + 1] = member:sub(3) end
+  if #members == size then
+    -- What comes after the last that was looked at is not known, and may be older than what others have.
+    local last = members[size]:sub(3)
+    more = more and more < last and more or last
   end
 end
 table.sort(found)
 for _, place in ipairs(found) do
-  if count >= limit then break end
+  if count >= limit or (more and place > more) then break end
   local name, deliveries = holder(place:sub(9))
   if name == WAITING then show_held(place:sub(9), deliveries) end
 end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from ....message import Message
 from ....outbox import Addition, AddResult
@@ -17,6 +17,9 @@ from ..statement import Row, Script, Statement
 from .postgres_bounds import MARK, Bounded
 
 __all__ = ["PostgreSQL", "lock_number"]
+
+#: As far as any time is reckoned: `timedelta.max` would lead out of the database's calendar, which is an error there.
+_LONGEST: Final = timedelta(days=365_250)
 
 
 def lock_number(namespace: str, topic: str, key: str) -> int:
@@ -77,6 +80,9 @@ class PostgreSQL(Bounded):
     expiry = "(extract(epoch FROM expires_at) * 1000)::bigint"
     atomic = False
     needed = "PostgreSQL 13 or later"
+
+    def duration(self, value: timedelta) -> timedelta:
+        return min(value, _LONGEST)
 
     # -- add ---------------------------------------------------------------------------------------------------
 
