@@ -733,6 +733,23 @@ async def test_calls_that_never_return_do_not_use_up_the_threads(office: Office,
     assert "dead" not in office.statuses()
 
 
+@pytest.mark.parametrize("concurrency", [1, 2])
+async def test_with_few_places_calls_that_never_return_are_an_outage_too(
+    office: Office, gate: threading.Event, concurrency: int
+) -> None:
+    """Messages that wait for a place that never comes would be held for ever, and those of others with them."""
+    publisher = Hanging(office, gate)
+    options = {"publish_timeout": 50 * MS, "shutdown_grace": timedelta(0), "concurrency": concurrency}
+    async with office.running(publisher, **options):
+        office.add(6, topic="hung")
+        await until(lambda: len(publisher.waiting) == concurrency, "the calls that hang")
+        office.add(6, topic="healthy")
+        await office.until_delivered(6)
+        assert {message.topic for message in office.arrived} == {"healthy"}
+        gate.set()
+        await office.until_delivered(12)
+
+
 async def test_each_takes_a_plain_function_too() -> None:
     """It is the adapter for one message at a time."""
     arrived = list[Message]()

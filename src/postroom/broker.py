@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
-from .call_gate import MAX_LINGERING, CallGate
+from .call_gate import CallGate
 from .checks import check_count, check_duration, check_function
 from .errors import BrokerUnavailableError, PublishUnknownError, RejectError
 from .message import Message
@@ -47,7 +47,7 @@ Send: TypeAlias = Callable[[Message], object]
 OUTAGES = (BrokerUnavailableError, ConnectionRefusedError)
 #: What ends a dispatcher if a publisher raises it.
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
-LINGERING = f"{MAX_LINGERING} earlier calls have not returned yet; set a timeout in the plain publisher"
+LINGERING = "earlier calls have not returned yet; set a timeout in the plain publisher"
 
 
 class Publisher(Protocol):
