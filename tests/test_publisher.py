@@ -418,6 +418,30 @@ async def test_threads_are_the_publishers_own(office: Office, gate: threading.Ev
     await busy
 
 
+async def test_a_thread_that_cannot_be_started_fails_its_message_only(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that is out of threads for a while must not leave the publisher without any for good."""
+    start, refused = threading.Thread.start, list[str]()
+
+    def start_unless_full(thread: threading.Thread) -> None:
+        if thread.name.startswith(THREAD) and len(refused) < 5:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_full)
+    office.add(3)
+
+    async with office.running(office.arrived.append, concurrency=1, publish_timeout=10 * SECOND):
+        await office.until_delivered(3)
+
+    assert len(office.arrived) == 3, "what was reported as failed is not sent later on"
+    failures = {str(failed) for failed in office.reported(ev.PublishFailed)}
+    assert all("can't start new thread" in failure for failure in failures), failures
+    assert failures
+
+
 async def test_no_more_calls_than_concurrency_run_at_once(office: Office) -> None:
     """The number of threads is the number of calls."""
     at_once, most, turn = 0, 0, threading.Lock()
