@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -27,6 +28,7 @@ from postroom import (
     Message,
     Outbox,
     Outcome,
+    Publisher,
     Release,
     Retry,
     Router,
@@ -248,6 +250,35 @@ async def test_an_object_with_publish_names_its_destinations(office: Office) -> 
 
     down = [event.destination for event in office.events if isinstance(event, ev.BreakerOpened)]
     assert down[0].startswith("host-down")
+
+
+async def test_an_attribute_of_a_publisher_that_is_called_destination_names_none(office: Office) -> None:
+    """Where a publisher keeps an address in it, messages count to their topics."""
+
+    class Webhook:
+        destination = "https://example.com/hook"
+
+        def publish(self, message: Message) -> None:
+            office.arrived.append(message)
+
+    office.add(2)
+    await office.dispatcher(Webhook()).run(until_idle=True)
+
+    assert len(office.arrived) == 2
+    assert not office.reported(ev.NamingFailed)
+
+
+async def test_async_objects_of_unittest_mock_are_publishers(office: Office) -> None:
+    """Tests of applications pass them."""
+    one, many = AsyncMock(spec=["__call__"]), AsyncMock(spec=Publisher)
+    many.publish_batch.side_effect = lambda messages: [Delivered()] * len(messages)
+    for publisher in one, many:
+        office.add(1)
+        await office.dispatcher(publisher).run(until_idle=True)
+
+    assert office.statuses() == ["delivered"] * 2
+    one.assert_awaited_once()
+    many.publish_batch.assert_awaited_once()
 
 
 async def test_print_is_a_publisher(office: Office, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ class Each:
     def __init__(
         self, send: Send, *, concurrency: int = 100, timeout: timedelta | None = timedelta(seconds=10)
     ) -> None:
-        check_function("send", send, "a message")
+        check_function("send", send, "a message", may_be_async=True)
         check_count("concurrency", concurrency)
         check_duration("timeout", timeout, optional=True)
         self._send = send

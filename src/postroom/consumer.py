@@ -105,7 +105,7 @@ class Consumer:
         check_methods("subscriber", subscriber, ("__aenter__", "__aiter__"), "a Subscriber, as of broker.subscribe(…)")
         check_methods("router", router, ("types", "start"), "a Router; add a handler to one with router.on(…)")
         for middleware in middlewares:
-            check_function("middleware", middleware, "a message and what handles it next")
+            check_function("middleware", middleware, "a message and what handles it next", may_be_async=True)
         check_count("concurrency", concurrency)
         check_count("buffer", buffer, least=0, optional=True)
         check_duration("timeout", timeout, optional=True)

@@ -164,8 +164,8 @@ class Dispatcher:
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
         self._custody = Custody(self._store, lease, self._tell, chunk=4 * batch)
-        if destination is None and isinstance(publisher, NamesDestinations):
-            destination = publisher.destination
+        if destination is None and isinstance(publisher, NamesDestinations) and callable(publisher.destination):
+            destination = publisher.destination  # and not an attribute that happens to be called so
         cooldown = guarded(outage_backoff or OUTAGE_BACKOFF, self._tell)
         self._breakers = Breakers(Naming(destination, tenant_id, self._tell), cooldown, self._tell)
         policy = Policy(
