@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -38,6 +39,7 @@ from postroom.brokers import MemoryBroker
 from postroom.dead_letters import PublishedDeadLetters
 from postroom.errors import BrokerUnavailableError, ConfigurationError, RejectError
 from postroom.publisher import AnyPublisher
+from postroom.store import Claim
 from postroom.stores import MemoryStore, SQLiteStore
 from postroom.testing.published import SQLiteOutbox
 from postroom.testing.waiting import until
@@ -639,6 +641,26 @@ async def test_a_call_that_takes_too_long_is_unknown(office: Office, gate: threa
     [failure] = [event for event in office.events if isinstance(event, ev.PublishFailed)]
     assert failure.error == "TimeoutError: no answer within 0.2 s"
     assert calls == {b'{"n":0}': 2, b'{"n":1}': 1}
+
+
+async def test_a_dispatcher_may_be_stopped_from_a_thread(office: Office) -> None:
+    """Plain publishers run on threads, where asyncio's own events must not be set; in debug mode it says so."""
+    asyncio.get_running_loop().set_debug(True)
+    polls = list[None]()
+
+    class Counting(MemoryStore):
+        async def claim(self, *args: Any, **options: Any) -> Sequence[Claim]:  # noqa: ANN401 -- as the store's
+            polls.append(None)
+            return await super().claim(*args, **options)
+
+    office.store = Counting()
+    dispatcher = office.dispatcher(print)
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: len(polls) > 3, "an idle dispatcher")
+
+    await asyncio.to_thread(dispatcher.stop_soon)
+
+    await running
 
 
 async def test_a_thread_that_hangs_does_not_keep_run_from_ending(office: Office, gate: threading.Event) -> None:

@@ -268,7 +268,16 @@ class Dispatcher:
             self._begin_claims(1 + self._claiming.complete)  # the one under way may have looked already
 
     def stop_soon(self) -> None:
-        """Begin to stop: claim no more, finish what is under way; a second call gives up what is under way."""
+        """Begin to stop: claim no more, finish what is under way; a second call gives up what is under way.
+
+        It may be called from any thread, such as by a plain publisher.
+        """
+        if self._loop is None:
+            self._begin_to_stop()
+        else:
+            call_in(self._loop, self._begin_to_stop)
+
+    def _begin_to_stop(self) -> None:
         if self._stopping.is_set():
             self._cancel_batches()
         self._stopping.set()
