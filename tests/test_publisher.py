@@ -37,8 +37,9 @@ from postroom import (
 from postroom import events as ev
 from postroom.brokers import MemoryBroker
 from postroom.dead_letters import PublishedDeadLetters
-from postroom.errors import BrokerUnavailableError, ConfigurationError, RejectError
-from postroom.publisher import AnyPublisher
+from postroom.errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
+from postroom.outputs import OutputError, send_outputs
+from postroom.publisher import AnyPublisher, as_publisher
 from postroom.store import Claim
 from postroom.stores import MemoryStore, SQLiteStore
 from postroom.testing.published import SQLiteOutbox
@@ -49,6 +50,7 @@ SECOND = timedelta(seconds=1)
 QUICK = Backoff(base=MS, max=10 * MS)
 #: How publishers call their threads.
 THREAD = "postroom-publisher"
+MESSAGE = Message(topic="t", payload=b"")
 
 
 class Office:
@@ -332,6 +334,26 @@ async def test_a_consumer_takes_a_plain_publisher() -> None:
 
     assert [message.topic for message in outputs] == ["stock"]
     await until(lambda: not threads[0].is_alive(), "the end of the thread")
+
+
+def refused(_: Message) -> None:
+    raise ConnectionRefusedError("by mail.example.com")
+
+
+def is_full(_: Message) -> None:
+    raise BrokerUnavailableError("the queue is full")
+
+
+@pytest.mark.parametrize("publisher", [refused, is_full])
+async def test_why_an_output_was_not_delivered_is_said(publisher: AnyPublisher) -> None:
+    """That its destination is down does not tell an operator what to look for."""
+    with pytest.raises(OutputError, match="its destination is down: .*: (by mail|the queue is full)") as output:
+        await send_outputs(as_publisher(publisher), MESSAGE, [MESSAGE])
+    with pytest.raises(PublishUnknownError, match="its destination is down: .*: (by mail|the queue is full)") as letter:
+        await PublishedDeadLetters(publisher, "dead", consumer="stock").bury(MESSAGE, "boom")
+
+    assert isinstance(output.value.__cause__, ConnectionRefusedError | BrokerUnavailableError)
+    assert isinstance(letter.value.__cause__, ConnectionRefusedError | BrokerUnavailableError)
 
 
 async def test_dead_letters_take_a_plain_publisher() -> None:

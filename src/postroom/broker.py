@@ -31,11 +31,13 @@ __all__ = [
     "Send",
     "Subscriber",
     "attempt",
+    "attempts_of",
     "describe",
     "is_asked_for",
     "is_cancelled",
     "overdue",
     "runs",
+    "why_not",
 ]
 
 T = TypeVar("T")
@@ -151,7 +153,11 @@ class Each:
 
     async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Deliver a batch, keys side by side."""
-        outcomes: list[Outcome | None] = [None] * len(messages)
+        return [called.answer for called in await self.attempts(messages)]
+
+    async def attempts(self, messages: Sequence[Message]) -> Sequence[Attempt[Outcome]]:
+        """Deliver a batch as `publish_batch` does; return also what was raised."""
+        attempts: list[Attempt[Outcome]] = [Attempt()] * len(messages)
 
         async def deliver(run: list[int]) -> None:
             for index in run:
@@ -162,14 +168,14 @@ class Each:
                     is_answered = not called.is_unknown
                 finally:
                     self.gate.leave(message.topic, is_answered=is_answered)
-                outcomes[index] = called.answer
+                attempts[index] = called
                 if not isinstance(called.answer, Delivered):
                     return
 
         async with asyncio.TaskGroup() as group:
             for run in runs(messages):
                 group.create_task(deliver(run))
-        return outcomes
+        return attempts
 
     async def send(self, message: Message, destination: str) -> Attempt[Outcome]:
         """Deliver one message; return what became of it, None if that is not known, and what was raised."""
@@ -203,6 +209,21 @@ class Each:
         """End the threads of a plain function, each as soon as it has returned; a later message starts new ones."""
         if self._threads is not None:
             self._threads.close()
+
+
+async def attempts_of(publisher: Publisher, messages: Sequence[Message]) -> Sequence[Attempt[Outcome]]:
+    """Publish a batch; return what became of each message, with what was raised where that is known."""
+    if isinstance(publisher, Each):
+        return await publisher.attempts(messages)
+    return [Attempt(answer) for answer in await publisher.publish_batch(messages)]
+
+
+def why_not(called: Attempt[Outcome]) -> str:
+    """Return why a message was not delivered."""
+    if isinstance(called.answer, Retry | Dead):
+        return called.answer.error
+    why = "it is not known whether it was" if called.answer is None else "its destination is down"
+    return why if called.error is None else f"{why}: {describe(called.error)}"
 
 
 def _is_current(task: asyncio.Task[object] | None) -> bool:
