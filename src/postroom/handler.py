@@ -180,8 +180,8 @@ def _kinds(handler: Handler) -> dict[str, Any]:
     try:
         # Only these are read: the others may name what is imported for type checkers alone.
         return typing.get_type_hints(SimpleNamespace(__annotations__=wanted), scope)
-    except NameError as error:
+    except (NameError, AttributeError, SyntaxError, TypeError) as error:
         raise ConfigurationError(
             f"the annotations of {described(handler)} cannot be read: {error}; define or import what they name at the "
-            "level of the module"
+            "level of the module, and quote either a whole annotation or nothing of it"
         ) from error
