@@ -1048,7 +1048,7 @@ def test_a_plain_handler_may_stop_its_consumer() -> None:
     router, seen = Router(), list[events.Event]()
     broker = MemoryBroker()
     consumer = Consumer(broker.subscribe("orders", group="stock"), router, listener=seen.append)
-    router.add("order.placed", lambda: consumer.stop_soon())
+    router.add("order.placed", consumer.stop_soon)
 
     async def run() -> None:
         await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])

@@ -347,9 +347,9 @@ def is_full(_: Message) -> None:
 @pytest.mark.parametrize("publisher", [refused, is_full])
 async def test_why_an_output_was_not_delivered_is_said(publisher: AnyPublisher) -> None:
     """That its destination is down does not tell an operator what to look for."""
-    with pytest.raises(OutputError, match="its destination is down: .*: (by mail|the queue is full)") as output:
+    with pytest.raises(OutputError, match=r"its destination is down: .*: (by mail|the queue is full)") as output:
         await send_outputs(as_publisher(publisher), MESSAGE, [MESSAGE])
-    with pytest.raises(PublishUnknownError, match="its destination is down: .*: (by mail|the queue is full)") as letter:
+    with pytest.raises(PublishUnknownError, match=r"its destination is down: .*: (by mail|the queue is full)") as letter:
         await PublishedDeadLetters(publisher, "dead", consumer="stock").bury(MESSAGE, "boom")
 
     assert isinstance(output.value.__cause__, ConnectionRefusedError | BrokerUnavailableError)
