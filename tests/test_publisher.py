@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -40,7 +39,7 @@ from postroom.dead_letters import PublishedDeadLetters
 from postroom.errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
 from postroom.outputs import OutputError, send_outputs
 from postroom.publisher import AnyPublisher, as_publisher
-from postroom.store import Claim
+from postroom.store import Claim, ClaimTerms
 from postroom.stores import MemoryStore, SQLiteStore
 from postroom.testing.published import SQLiteOutbox
 from postroom.testing.waiting import until
@@ -347,9 +346,10 @@ def is_full(_: Message) -> None:
 @pytest.mark.parametrize("publisher", [refused, is_full])
 async def test_why_an_output_was_not_delivered_is_said(publisher: AnyPublisher) -> None:
     """That its destination is down does not tell an operator what to look for."""
-    with pytest.raises(OutputError, match=r"its destination is down: .*: (by mail|the queue is full)") as output:
+    said = "its destination is down: .*: (by mail|the queue is full)"
+    with pytest.raises(OutputError, match=said) as output:
         await send_outputs(as_publisher(publisher), MESSAGE, [MESSAGE])
-    with pytest.raises(PublishUnknownError, match=r"its destination is down: .*: (by mail|the queue is full)") as letter:
+    with pytest.raises(PublishUnknownError, match=said) as letter:
         await PublishedDeadLetters(publisher, "dead", consumer="stock").bury(MESSAGE, "boom")
 
     assert isinstance(output.value.__cause__, ConnectionRefusedError | BrokerUnavailableError)
@@ -671,9 +671,9 @@ async def test_a_dispatcher_may_be_stopped_from_a_thread(office: Office) -> None
     polls = list[None]()
 
     class Counting(MemoryStore):
-        async def claim(self, *args: Any, **options: Any) -> Sequence[Claim]:  # noqa: ANN401 -- as the store's
+        async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
             polls.append(None)
-            return await super().claim(*args, **options)
+            return await super().claim(limit, terms)
 
     office.store = Counting()
     dispatcher = office.dispatcher(print)

@@ -73,7 +73,7 @@ class CallGate:
         if self.is_clogged(destination):
             self._begin_beside(destination)
             return
-        # Who waits while a place is free waits for calls of its own destination.
+        # Calls that wait while a place is free wait for others of their own destination.
         if self._free and self._has_room(destination):
             self._free -= 1
             self._begin(destination)

@@ -127,7 +127,7 @@ class Threads:
         """Run a function on a thread, with the context of the caller; ``what`` names it in errors."""
         call = ThreadCall(function, what)
         if not self._idle.acquire(blocking=False) and self._started < self._size:
-            self._start()  # before the call waits for it: it may be refused, and then nobody would make the call
+            self._start()  # before the call waits for it: it may be refused, and then no thread would make the call
         self._calls.put(call)
         return call
 
@@ -138,7 +138,7 @@ class Threads:
         self._started += 1
 
     def __del__(self) -> None:
-        """End the threads of a publisher that nobody closed."""
+        """End the threads of a publisher that was not closed."""
         self.close()
 
     def close(self) -> None:
