@@ -191,3 +191,18 @@ async def test_a_destination_whose_calls_linger_is_let_in_without_a_place() -> N
     gate.end_lingering("hangs")
     await asyncio.sleep(0)
     assert entered(waiting) == [True, True]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_a_destination_whose_calls_that_linger_take_all_places_is_let_in(size: int) -> None:
+    """With fewer places than calls may linger, none could begin any more, and none would learn why."""
+    gate = CallGate(size)
+    await begin(gate, *["hangs"] * size)
+    waiting = await begin(gate, "hangs")
+    for _ in range(size):
+        gate.linger("hangs")
+        gate.leave("hangs", is_answered=False)
+    await asyncio.sleep(0)
+
+    assert gate.is_clogged("hangs")
+    assert entered(waiting) == [True]

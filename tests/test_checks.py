@@ -18,6 +18,7 @@ from postroom import (
     Each,
     Inbox,
     Limits,
+    Match,
     Message,
     Outbox,
     OutboxSubscriber,
@@ -215,6 +216,46 @@ def test_a_function_can_be_called(name: str, argument: str) -> None:
     assert said.startswith(f"{argument} of type timedelta must be a function of ")
 
 
+async def answers_later(_: object) -> None:
+    """Answer with a coroutine."""
+
+
+@pytest.mark.parametrize(("name", "argument"), FUNCTIONS)
+def test_a_function_is_neither_async_nor_a_class(name: str, argument: str) -> None:
+    """The events that an async listener is called with, or the answers of an async function, would be lost."""
+    said = refusal(name, argument, answers_later)
+    assert said.startswith(f"{argument} must be a plain function of ")
+    assert said.endswith(", not an async one: nothing awaits it")
+    assert refusal(name, argument, Backoff) == f"{argument} must not be the class Backoff: pass an instance"
+
+
+@pytest.mark.parametrize("match", ["order.*", answers_later, Match], ids=["text", "async", "class"])
+def test_a_router_takes_a_plain_function_as_match(match: Any) -> None:  # noqa: ANN401 -- what is wrong
+    """What an async one returns is true, so that it would refuse nothing."""
+    with pytest.raises(ConfigurationError, match=r"^match .*must "):
+        Router().on("order.placed", match=match)(print)
+
+
+class Reserve:
+    """A handler that is an object."""
+
+    async def __call__(self, order: object) -> None:
+        """Handle."""
+
+
+@pytest.mark.parametrize("handler", [None, "reserve", Reserve], ids=["None", "text", "class"])
+def test_a_router_takes_a_function_as_handler(handler: Any) -> None:  # noqa: ANN401 -- what is wrong
+    with pytest.raises(ConfigurationError, match=r"^handler.* must "):
+        Router().add("order.placed", handler)
+
+
+def test_a_topic_of_a_route_and_a_glob_are_texts() -> None:
+    with pytest.raises(ConfigurationError, match="topic=5 must be a string or None"):
+        Router().on("order.placed", topic=5)(print)  # type: ignore[call-overload]
+    with pytest.raises(ConfigurationError, match="type=5 must be a string"):
+        Match(type=5)  # type: ignore[arg-type]
+
+
 OBJECTS = [
     ("Dispatcher", "store", None, "store=None must be a store, such as PostgresStore(dsn), or the URL of one"),
     ("Dispatcher", "store", 5, "store=5 must be a store, such as PostgresStore(dsn), or the URL of one"),
@@ -251,6 +292,8 @@ def test_a_middleware_can_be_called() -> None:
     """A consumer names what cannot."""
     with pytest.raises(ConfigurationError, match="middleware of type str must be a function of a message"):
         Consumer(subscriber(), Router(), "log")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="middleware must not be the class RetryMiddleware: pass an instance"):
+        Consumer(subscriber(), Router(), RetryMiddleware)  # type: ignore[arg-type]
 
 
 # -- URLs ----------------------------------------------------------------------------------------------------------

@@ -1043,6 +1043,23 @@ async def test_an_error_that_comes_of_the_end_is_not_the_messages() -> None:
     assert seen.of(events.HandlingFailed) == []
 
 
+def test_a_plain_handler_may_stop_its_consumer() -> None:
+    """It runs on a thread, where no task of asyncio may be cancelled; in debug mode asyncio says so."""
+    router, seen = Router(), list[events.Event]()
+    broker = MemoryBroker()
+    consumer = Consumer(broker.subscribe("orders", group="stock"), router, listener=seen.append)
+    router.add("order.placed", consumer.stop_soon)
+
+    async def run() -> None:
+        await broker.publish_batch([Message(topic="orders", type="order.placed", payload=b"{}")])
+        await consumer.run()
+
+    asyncio.run(run(), debug=True)
+
+    assert [event for event in seen if isinstance(event, events.Handled)]
+    assert not [event for event in seen if isinstance(event, events.HandlingFailed)]
+
+
 @pytest.mark.requirement("F-25")
 async def test_a_second_stop_soon_cancels_handlers() -> None:
     """Who asks twice does not want to wait."""

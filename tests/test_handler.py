@@ -364,6 +364,12 @@ async def not_decodable(order: threading.Thread) -> None: ...
 async def unreadable(order: Absent) -> None: ...
 
 
+async def misspelt(order: threading.Absent) -> None: ...  # type: ignore[name-defined]
+
+
+async def text_or_none(order: "Order" | None) -> None: ...  # noqa: UP037 -- it cannot be evaluated
+
+
 @pytest.mark.requirement("F-21")
 @pytest.mark.parametrize(
     ("handler", "said"),
@@ -372,6 +378,8 @@ async def unreadable(order: Absent) -> None: ...
         (one_unannotated, "2 parameters for one payload"),
         (not_decodable, "nothing is known of Thread"),
         (unreadable, "annotations of handler unreadable cannot be read: .*Absent.*level of the module"),
+        (misspelt, "annotations of handler misspelt cannot be read: .*Absent"),
+        (text_or_none, "annotations of handler text_or_none cannot be read: .*unsupported operand"),
         (partial(int), "the parameters of handler .* cannot be read"),
     ],
 )

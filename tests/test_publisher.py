@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -27,6 +28,7 @@ from postroom import (
     Message,
     Outbox,
     Outcome,
+    Publisher,
     Release,
     Retry,
     Router,
@@ -34,8 +36,10 @@ from postroom import (
 from postroom import events as ev
 from postroom.brokers import MemoryBroker
 from postroom.dead_letters import PublishedDeadLetters
-from postroom.errors import BrokerUnavailableError, ConfigurationError, RejectError
-from postroom.publisher import AnyPublisher
+from postroom.errors import BrokerUnavailableError, ConfigurationError, PublishUnknownError, RejectError
+from postroom.outputs import OutputError, send_outputs
+from postroom.publisher import AnyPublisher, as_publisher
+from postroom.store import Claim, ClaimTerms
 from postroom.stores import MemoryStore, SQLiteStore
 from postroom.testing.published import SQLiteOutbox
 from postroom.testing.waiting import until
@@ -45,6 +49,7 @@ SECOND = timedelta(seconds=1)
 QUICK = Backoff(base=MS, max=10 * MS)
 #: How publishers call their threads.
 THREAD = "postroom-publisher"
+MESSAGE = Message(topic="t", payload=b"")
 
 
 class Office:
@@ -250,6 +255,35 @@ async def test_an_object_with_publish_names_its_destinations(office: Office) -> 
     assert down[0].startswith("host-down")
 
 
+async def test_an_attribute_of_a_publisher_that_is_called_destination_names_none(office: Office) -> None:
+    """Where a publisher keeps an address in it, messages count to their topics."""
+
+    class Webhook:
+        destination = "https://example.com/hook"
+
+        def publish(self, message: Message) -> None:
+            office.arrived.append(message)
+
+    office.add(2)
+    await office.dispatcher(Webhook()).run(until_idle=True)
+
+    assert len(office.arrived) == 2
+    assert not office.reported(ev.NamingFailed)
+
+
+async def test_async_objects_of_unittest_mock_are_publishers(office: Office) -> None:
+    """Tests of applications pass them."""
+    one, many = AsyncMock(spec=["__call__"]), AsyncMock(spec=Publisher)
+    many.publish_batch.side_effect = lambda messages: [Delivered()] * len(messages)
+    for publisher in one, many:
+        office.add(1)
+        await office.dispatcher(publisher).run(until_idle=True)
+
+    assert office.statuses() == ["delivered"] * 2
+    one.assert_awaited_once()
+    many.publish_batch.assert_awaited_once()
+
+
 async def test_print_is_a_publisher(office: Office, capsys: pytest.CaptureFixture[str]) -> None:
     """The first thing that a newcomer passes."""
     office.add()
@@ -299,6 +333,27 @@ async def test_a_consumer_takes_a_plain_publisher() -> None:
 
     assert [message.topic for message in outputs] == ["stock"]
     await until(lambda: not threads[0].is_alive(), "the end of the thread")
+
+
+def refused(_: Message) -> None:
+    raise ConnectionRefusedError("by mail.example.com")
+
+
+def is_full(_: Message) -> None:
+    raise BrokerUnavailableError("the queue is full")
+
+
+@pytest.mark.parametrize("publisher", [refused, is_full])
+async def test_why_an_output_was_not_delivered_is_said(publisher: AnyPublisher) -> None:
+    """That its destination is down does not tell an operator what to look for."""
+    said = "its destination is down: .*: (by mail|the queue is full)"
+    with pytest.raises(OutputError, match=said) as output:
+        await send_outputs(as_publisher(publisher), MESSAGE, [MESSAGE])
+    with pytest.raises(PublishUnknownError, match=said) as letter:
+        await PublishedDeadLetters(publisher, "dead", consumer="stock").bury(MESSAGE, "boom")
+
+    assert isinstance(output.value.__cause__, ConnectionRefusedError | BrokerUnavailableError)
+    assert isinstance(letter.value.__cause__, ConnectionRefusedError | BrokerUnavailableError)
 
 
 async def test_dead_letters_take_a_plain_publisher() -> None:
@@ -416,6 +471,30 @@ async def test_threads_are_the_publishers_own(office: Office, gate: threading.Ev
 
     gate.set()
     await busy
+
+
+async def test_a_thread_that_cannot_be_started_fails_its_message_only(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that is out of threads for a while must not leave the publisher without any for good."""
+    start, refused = threading.Thread.start, list[str]()
+
+    def start_unless_full(thread: threading.Thread) -> None:
+        if thread.name.startswith(THREAD) and len(refused) < 5:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_full)
+    office.add(3)
+
+    async with office.running(office.arrived.append, concurrency=1, publish_timeout=10 * SECOND):
+        await office.until_delivered(3)
+
+    assert len(office.arrived) == 3, "what was reported as failed is not sent later on"
+    failures = {str(failed) for failed in office.reported(ev.PublishFailed)}
+    assert all("can't start new thread" in failure for failure in failures), failures
+    assert failures
 
 
 async def test_no_more_calls_than_concurrency_run_at_once(office: Office) -> None:
@@ -586,6 +665,26 @@ async def test_a_call_that_takes_too_long_is_unknown(office: Office, gate: threa
     assert calls == {b'{"n":0}': 2, b'{"n":1}': 1}
 
 
+async def test_a_dispatcher_may_be_stopped_from_a_thread(office: Office) -> None:
+    """Plain publishers run on threads, where asyncio's own events must not be set; in debug mode it says so."""
+    asyncio.get_running_loop().set_debug(True)
+    polls = list[None]()
+
+    class Counting(MemoryStore):
+        async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
+            polls.append(None)
+            return await super().claim(limit, terms)
+
+    office.store = Counting()
+    dispatcher = office.dispatcher(print)
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: len(polls) > 3, "an idle dispatcher")
+
+    await asyncio.to_thread(dispatcher.stop_soon)
+
+    await running
+
+
 async def test_a_thread_that_hangs_does_not_keep_run_from_ending(office: Office, gate: threading.Event) -> None:
     """After the grace the message is given back, and the dispatcher ends."""
     entered = threading.Event()
@@ -731,6 +830,23 @@ async def test_calls_that_never_return_do_not_use_up_the_threads(office: Office,
 
     assert hung <= 8  # half of the threads, however often the destination is probed
     assert "dead" not in office.statuses()
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+async def test_with_few_places_calls_that_never_return_are_an_outage_too(
+    office: Office, gate: threading.Event, concurrency: int
+) -> None:
+    """Messages that wait for a place that never comes would be held for ever, and those of others with them."""
+    publisher = Hanging(office, gate)
+    options = {"publish_timeout": 50 * MS, "shutdown_grace": timedelta(0), "concurrency": concurrency}
+    async with office.running(publisher, **options):
+        office.add(6, topic="hung")
+        await until(lambda: len(publisher.waiting) == concurrency, "the calls that hang")
+        office.add(6, topic="healthy")
+        await office.until_delivered(6)
+        assert {message.topic for message in office.arrived} == {"healthy"}
+        gate.set()
+        await office.until_delivered(12)
 
 
 async def test_each_takes_a_plain_function_too() -> None:

@@ -11,6 +11,7 @@ import pytest
 from postroom import Backoff, Delivered, Dispatcher, Message, Outbox, Outcome, Publisher
 from postroom import events as ev
 from postroom.broker import Each, Send
+from postroom.custody import Custody
 from postroom.stores import MemoryStore
 from postroom.testing.waiting import until
 
@@ -169,3 +170,23 @@ def test_a_publisher_that_ends_the_program_twice_does_not_cut_off_what_is_under_
     delivered = [row.message.id for row in store.rows if row.status == "delivered"]
     assert delivered == [message.id for message in confirmed]
     assert len(delivered) == 1
+
+
+async def test_a_message_whose_lease_ends_before_it_is_sent_keeps_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it was not renewed in time says nothing about the message, which nobody has tried to send."""
+    store, seen, refused = filled(3), list[ev.Event](), list[Message]()
+
+    def is_safe_later(_: Custody, message: Message) -> bool:
+        refused.append(message)
+        return len(refused) > 3
+
+    monkeypatch.setattr(Custody, "is_safe", is_safe_later)
+    dispatcher = Dispatcher(store, failing(Panic(), 0)[0], max_attempts=1, poll_interval=20 * MS, listener=seen.append)
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: len(refused) > 3, "another try", within=LONG)
+    await until(lambda: not any(row.status == "pending" for row in store.rows), "everything being settled", within=LONG)
+    await dispatcher.stop()
+    await running
+
+    assert {row.status for row in store.rows} == {"delivered"}
+    assert not [event for event in seen if isinstance(event, ev.PublishFailed)]

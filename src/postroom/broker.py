@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
-from .call_gate import MAX_LINGERING, CallGate
+from .call_gate import CallGate
 from .checks import check_count, check_duration, check_function
 from .errors import BrokerUnavailableError, PublishUnknownError, RejectError
 from .message import Message
@@ -31,11 +31,13 @@ __all__ = [
     "Send",
     "Subscriber",
     "attempt",
+    "attempts_of",
     "describe",
     "is_asked_for",
     "is_cancelled",
     "overdue",
     "runs",
+    "why_not",
 ]
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ Send: TypeAlias = Callable[[Message], object]
 OUTAGES = (BrokerUnavailableError, ConnectionRefusedError)
 #: What ends a dispatcher if a publisher raises it.
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
-LINGERING = f"{MAX_LINGERING} earlier calls have not returned yet; set a timeout in the plain publisher"
+LINGERING = "earlier calls have not returned yet; set a timeout in the plain publisher"
 
 
 class Publisher(Protocol):
@@ -139,7 +141,7 @@ class Each:
     def __init__(
         self, send: Send, *, concurrency: int = 100, timeout: timedelta | None = timedelta(seconds=10)
     ) -> None:
-        check_function("send", send, "a message")
+        check_function("send", send, "a message", may_be_async=True)
         check_count("concurrency", concurrency)
         check_duration("timeout", timeout, optional=True)
         self._send = send
@@ -151,7 +153,11 @@ class Each:
 
     async def publish_batch(self, messages: Sequence[Message]) -> Sequence[Outcome | None]:
         """Deliver a batch, keys side by side."""
-        outcomes: list[Outcome | None] = [None] * len(messages)
+        return [called.answer for called in await self.attempts(messages)]
+
+    async def attempts(self, messages: Sequence[Message]) -> Sequence[Attempt[Outcome]]:
+        """Deliver a batch as `publish_batch` does; return also what was raised."""
+        attempts: list[Attempt[Outcome]] = [Attempt()] * len(messages)
 
         async def deliver(run: list[int]) -> None:
             for index in run:
@@ -162,14 +168,14 @@ class Each:
                     is_answered = not called.is_unknown
                 finally:
                     self.gate.leave(message.topic, is_answered=is_answered)
-                outcomes[index] = called.answer
+                attempts[index] = called
                 if not isinstance(called.answer, Delivered):
                     return
 
         async with asyncio.TaskGroup() as group:
             for run in runs(messages):
                 group.create_task(deliver(run))
-        return outcomes
+        return attempts
 
     async def send(self, message: Message, destination: str) -> Attempt[Outcome]:
         """Deliver one message; return what became of it, None if that is not known, and what was raised."""
@@ -203,6 +209,21 @@ class Each:
         """End the threads of a plain function, each as soon as it has returned; a later message starts new ones."""
         if self._threads is not None:
             self._threads.close()
+
+
+async def attempts_of(publisher: Publisher, messages: Sequence[Message]) -> Sequence[Attempt[Outcome]]:
+    """Publish a batch; return what became of each message, with what was raised where that is known."""
+    if isinstance(publisher, Each):
+        return await publisher.attempts(messages)
+    return [Attempt(answer) for answer in await publisher.publish_batch(messages)]
+
+
+def why_not(called: Attempt[Outcome]) -> str:
+    """Return why a message was not delivered."""
+    if isinstance(called.answer, Retry | Dead):
+        return called.answer.error
+    why = "it is not known whether it was" if called.answer is None else "its destination is down"
+    return why if called.error is None else f"{why}: {describe(called.error)}"
 
 
 def _is_current(task: asyncio.Task[object] | None) -> bool:

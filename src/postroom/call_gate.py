@@ -13,7 +13,7 @@ __all__ = ["MAX_LINGERING", "CallGate"]
 
 #: How many calls that hang may run beside those that are allowed to run at once.
 MAX_HANGING = 1000
-#: How many calls to one destination may run on after they were given up, before no more begin.
+#: How many calls to one destination may run on after they were given up, before no more begin; fewer in a small gate.
 MAX_LINGERING = 3
 #: Seconds between two looks for calls that hang, while others wait.
 LOOK_EVERY = 0.1
@@ -47,6 +47,8 @@ class CallGate:
         """Set up a gate; at most ``hanging`` calls run beside those that are allowed to run at once."""
         self._size = self._free = size
         self._most_hanging = hanging
+        # Those that run on keep their places: once they have all of them, no other call could begin, and fail.
+        self._most_lingering = min(MAX_LINGERING, size)
         self._hanging = 0
         self._calls: dict[str, _Calls] = {}
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
@@ -61,7 +63,7 @@ class CallGate:
     def is_clogged(self, destination: str) -> bool:
         """Tell whether so many calls to a destination were given up and run on that no more may begin."""
         calls = self._calls.get(destination)
-        return calls is not None and calls.lingering >= MAX_LINGERING
+        return calls is not None and calls.lingering >= self._most_lingering
 
     async def enter(self, destination: str) -> None:
         """Wait until another call may begin; end it with `leave`.
@@ -71,7 +73,7 @@ class CallGate:
         if self.is_clogged(destination):
             self._begin_beside(destination)
             return
-        # Who waits while a place is free waits for calls of its own destination.
+        # Calls that wait while a place is free wait for others of their own destination.
         if self._free and self._has_room(destination):
             self._free -= 1
             self._begin(destination)

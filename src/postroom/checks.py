@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Final, NoReturn
 
 from .errors import ConfigurationError, shown
+from .threads import is_async
 
 __all__ = [
     "check_choice",
@@ -84,10 +85,20 @@ def check_type(name: str, value: object, kind: type, *, optional: bool = False) 
         _refuse(name, value, f"a {kind.__name__}{' or None' * optional}")
 
 
-def check_function(name: str, value: object, takes: str, *, optional: bool = False) -> None:
-    """Raise unless the value is callable; ``takes`` names its argument."""
-    if not callable(value) and not (optional and value is None):
+def check_function(name: str, value: object, takes: str, *, optional: bool = False, may_be_async: bool = False) -> None:
+    """Raise unless the value is a function, or an object that can be called; ``takes`` names its argument.
+
+    A class is called without an error, and what it makes is no answer. So is an async function, where nothing awaits
+    the coroutine that it returns.
+    """
+    if optional and value is None:
+        return
+    if inspect.isclass(value):
+        _refuse_class(name, value)
+    if not callable(value):
         _refuse(name, value, f"a function of {takes}{' or None' * optional}")
+    if not may_be_async and is_async(value):
+        raise ConfigurationError(f"{name} must be a plain function of {takes}, not an async one: nothing awaits it")
 
 
 def check_methods(name: str, value: object, methods: Sequence[str], what: str, *, optional: bool = False) -> None:
@@ -95,9 +106,13 @@ def check_methods(name: str, value: object, methods: Sequence[str], what: str, *
     if optional and value is None:
         return
     if inspect.isclass(value):
-        raise ConfigurationError(f"{name} must not be the class {value.__qualname__}: pass an instance")
+        _refuse_class(name, value)
     if missing := [method for method in methods if not hasattr(value, method)]:
         _refuse(name, value, what, f"it has no {missing[0]}")
+
+
+def _refuse_class(name: str, value: type) -> NoReturn:
+    raise ConfigurationError(f"{name} must not be the class {value.__qualname__}: pass an instance")
 
 
 def _refuse(name: str, value: object, takes: str, why: str = "") -> NoReturn:

@@ -26,6 +26,7 @@ from .errors import (
 from .message import Message
 from .middleware.chain import Middleware, chained, check_order, connect, limit_transactions
 from .outputs import OutputError, send_outputs
+from .patience import call_in
 from .publisher import AnyPublisher, as_publisher
 from .retry import Backoff, Delay, guarded
 from .router import Router
@@ -106,7 +107,7 @@ class Consumer:
         check_methods("subscriber", subscriber, ("__aenter__", "__aiter__"), subscribers)
         check_methods("router", router, ("types", "start"), "a Router; add a handler to one with router.on(…)")
         for middleware in middlewares:
-            check_function("middleware", middleware, "a message and what handles it next")
+            check_function("middleware", middleware, "a message and what handles it next", may_be_async=True)
         check_count("concurrency", concurrency)
         check_count("buffer", buffer, least=0, optional=True)
         check_duration("timeout", timeout, optional=True)
@@ -132,7 +133,7 @@ class Consumer:
         self._crew = Crew()
         self._reading: asyncio.Task[None] | None = None
         self._crash: BaseException | None = None
-        self._started = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
         self._released = 0
@@ -151,9 +152,9 @@ class Consumer:
             ConfigurationError: The inbox forgets messages before the broker does.
             StorePermissionError: The user of the store may not do what handling needs; its message was given back.
         """
-        if self._started:
+        if self._loop is not None:
             raise AlreadyStartedError("a consumer runs once: run() was called")
-        self._started = True
+        self._loop = asyncio.get_running_loop()
         try:
             self._prepare()
             async with self._subscriber as subscriber:
@@ -183,7 +184,16 @@ class Consumer:
         self._router.start()
 
     def stop_soon(self) -> None:
-        """Begin to stop: take no more messages, let handlers end; a second call cancels them."""
+        """Begin to stop: take no more messages, let handlers end; a second call cancels them.
+
+        It may be called from any thread, such as by a plain handler.
+        """
+        if self._loop is None:
+            self._begin_to_stop()
+        else:
+            call_in(self._loop, self._begin_to_stop)
+
+    def _begin_to_stop(self) -> None:
         if self._stopping.is_set():
             self._crew.cancel()
         self._stop_reading()
@@ -194,7 +204,7 @@ class Consumer:
         A handler that wants to stop its consumer calls `stop_soon`, since here it would wait for itself.
         """
         self._stop_reading()
-        if self._started:
+        if self._loop is not None:
             await self._stopped.wait()
 
     def _stop_reading(self) -> None:

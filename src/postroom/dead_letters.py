@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
+from .broker import Attempt, attempts_of, why_not
 from .errors import PublishUnknownError
 from .inbox import Inbox
 from .message import Message, uuid7
 from .publisher import AnyPublisher, as_publisher
-from .store import Delivered
+from .store import Delivered, Outcome
 from .transaction import Transactions
 from .writer import writer_of
 
@@ -57,6 +58,10 @@ class PublishedDeadLetters:
         # A header travels to every broker if it is printable ASCII.
         plain = "".join(c if c.isascii() and c.isprintable() else "?" for c in error[:LONGEST])
         headers = {**message.headers, ERROR: plain, CONSUMER: self._consumer}
-        answers = await self._publisher.publish_batch([replace(message, topic=self._topic, headers=headers)])
-        if list(answers) != [Delivered()]:
-            raise PublishUnknownError(f"the dead letter of {message.id} was not confirmed by {self._topic!r}")
+        letter = replace(message, topic=self._topic, headers=headers)
+        attempts = await attempts_of(self._publisher, [letter])
+        called: Attempt[Outcome] = attempts[0] if len(attempts) == 1 else Attempt()
+        if not isinstance(called.answer, Delivered):
+            raise PublishUnknownError(
+                f"the dead letter of {message.id} was not confirmed by {self._topic!r}: {why_not(called)}"
+            ) from called.error

@@ -164,8 +164,8 @@ class Dispatcher:
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
         self._custody = Custody(self._store, lease, self._tell, chunk=4 * batch)
-        if destination is None and isinstance(publisher, NamesDestinations):
-            destination = publisher.destination
+        if destination is None and isinstance(publisher, NamesDestinations) and callable(publisher.destination):
+            destination = publisher.destination  # and not an attribute that happens to be called so
         cooldown = guarded(outage_backoff or OUTAGE_BACKOFF, self._tell)
         self._breakers = Breakers(Naming(destination, tenant_id, self._tell), cooldown, self._tell)
         policy = Policy(
@@ -268,7 +268,16 @@ class Dispatcher:
             self._begin_claims(1 + self._claiming.complete)  # the one under way may have looked already
 
     def stop_soon(self) -> None:
-        """Begin to stop: claim no more, finish what is under way; a second call gives up what is under way."""
+        """Begin to stop: claim no more, finish what is under way; a second call gives up what is under way.
+
+        It may be called from any thread, such as by a plain publisher.
+        """
+        if self._loop is None:
+            self._begin_to_stop()
+        else:
+            call_in(self._loop, self._begin_to_stop)
+
+    def _begin_to_stop(self) -> None:
         if self._stopping.is_set():
             self._cancel_batches()
         self._stopping.set()

@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
+from .checks import check_function
 from .codec import Codec, reader
 from .deadline import Untimed, clock
 from .decoding import is_plain
@@ -20,7 +21,7 @@ from .message import Message
 from .threads import Ended, contained, innermost
 from .transaction import Transaction, current_transaction, running_on
 
-__all__ = ["Call", "Handler", "bound", "described", "event_class", "is_on_thread", "payload_class"]
+__all__ = ["Call", "Handler", "bound", "check_handler", "described", "event_class", "is_on_thread", "payload_class"]
 
 #: What an application registers: async or plain, with any parameters that `bound` understands.
 Handler: TypeAlias = Callable[..., Any]
@@ -34,6 +35,13 @@ _GIVEN: Final[Mapping[Any, Callable[[Message], Any]]] = {
     Transaction: lambda _: current_transaction(),
     bytes: lambda message: message.payload,
 }
+
+
+def check_handler(handler: object) -> None:
+    """Raise unless something can be called as a handler; a class can, if it makes an event and not a handler."""
+    makes_handlers = inspect.isclass(handler) and any("__call__" in vars(base) for base in handler.__mro__)
+    if makes_handlers or not inspect.isclass(handler):
+        check_function("handler", handler, "a payload", may_be_async=True)
 
 
 def bound(handler: Handler, codec: Codec) -> Call:
@@ -172,8 +180,8 @@ def _kinds(handler: Handler) -> dict[str, Any]:
     try:
         # Only these are read: the others may name what is imported for type checkers alone.
         return typing.get_type_hints(SimpleNamespace(__annotations__=wanted), scope)
-    except NameError as error:
+    except (NameError, AttributeError, SyntaxError, TypeError) as error:
         raise ConfigurationError(
             f"the annotations of {described(handler)} cannot be read: {error}; define or import what they name at the "
-            "level of the module"
+            "level of the module, and quote either a whole annotation or nothing of it"
         ) from error

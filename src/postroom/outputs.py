@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .broker import OUTAGES, Publisher, describe
+from .broker import OUTAGES, Publisher, attempts_of, describe, why_not
 from .errors import ConfigurationError, PostroomError
 from .message import Message
 from .store import Dead, Delivered, Release, Retry
@@ -33,17 +33,11 @@ async def send_outputs(publisher: Publisher | None, message: Message, outputs: S
             "use transactional() or OutboxMiddleware, or pass publisher="
         )
     try:
-        answers = await publisher.publish_batch(outputs)
+        attempts = await attempts_of(publisher, outputs)
     except OUTAGES as error:
         raise OutputError(Release(), describe(error)) from error
-    if len(answers) != len(outputs):
-        raise OutputError(Retry(""), f"the publisher was given {len(outputs)} and answered for {len(answers)}")
-    for answer in answers:
-        if not isinstance(answer, Delivered):
-            raise OutputError(answer or Retry(""), _reason(answer))
-
-
-def _reason(answer: Retry | Dead | Release | None) -> str:
-    if answer is None:
-        return "it is not known whether it was"
-    return "its destination is down" if isinstance(answer, Release) else answer.error
+    if len(attempts) != len(outputs):
+        raise OutputError(Retry(""), f"the publisher was given {len(outputs)} and answered for {len(attempts)}")
+    for called in attempts:
+        if not isinstance(called.answer, Delivered):
+            raise OutputError(called.answer or Retry(""), why_not(called)) from called.error

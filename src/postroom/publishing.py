@@ -213,11 +213,12 @@ class Publishing:
         await each.gate.enter(destination)
         try:
             blocked = None if is_probe else self._breakers.blocks(claim.message)
-            if blocked is not None or self.interruption is not None:
-                return Release() if blocked is None else self._waiting_for(blocked)
+            if blocked is not None:
+                return self._waiting_for(blocked)
+            # If the lease has ended, another worker may have the message; here nobody has tried to send it.
+            if self.interruption is not None or not self._custody.is_safe(claim.message):
+                return Release()
             began = time.monotonic()
-            if not self._custody.is_safe(claim.message):
-                return began, Attempt(Retry("the lease ran out before the message was sent", timedelta(0)))
             called = await each.send(claim.message, destination)
             return began, called
         finally:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, Literal, NewType, TypeAlias, TypeVar, get_args, get_origin, overload
 
 from . import events
-from .checks import check_choice, check_methods, check_text
+from .checks import check_choice, check_function, check_methods, check_text
 from .codec import Codec, JSONCodec, encoded, is_many, type_name
 from .deadline import UNTIMED, clock
 from .errors import (
@@ -21,7 +21,7 @@ from .errors import (
     NoHandlerError,
     StorePermissionError,
 )
-from .handler import Call, Handler, bound, described, event_class, is_on_thread, payload_class
+from .handler import Call, Handler, bound, check_handler, described, event_class, is_on_thread, payload_class
 from .message import Message, drafted, uuid7
 from .reporting import Reporter
 
@@ -52,6 +52,11 @@ class Match:
 
     type: str = "*"
     source: str = "*"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no glob."""
+        check_text("type", self.type)
+        check_text("source", self.source)
 
     def __call__(self, message: Message) -> bool:
         """Tell whether a message fits both globs."""
@@ -165,6 +170,9 @@ class Router:
     ) -> None:
         """Register a function as the handler of a type of message, as `on` does."""
         name = _name(message_type)
+        check_function("match", match, "a message", optional=True)
+        check_text("topic", topic, optional=True)
+        check_handler(handler)
         if self._is_started:
             raise AlreadyStartedError(f"a handler of {name!r} was added to a router")
         if name in self._routes:

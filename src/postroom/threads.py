@@ -22,7 +22,9 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
     found: Any = function
     while isinstance(found, partial):
         found = found.func
-    called: Callable[..., Any] = found if inspect.isroutine(found) else found.__call__
+    # An object may say itself that it is async, as those of unittest.mock do.
+    is_function = inspect.isroutine(found) or inspect.iscoroutinefunction(found)
+    called: Callable[..., Any] = found if is_function else found.__call__
     return called
 
 
@@ -124,15 +126,19 @@ class Threads:
     def call(self, function: Callable[[], T], what: str) -> ThreadCall[T]:
         """Run a function on a thread, with the context of the caller; ``what`` names it in errors."""
         call = ThreadCall(function, what)
-        self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._started < self._size:
-            self._started += 1
-            work = partial(_work, self._calls, self._idle)
-            threading.Thread(target=work, name=f"{self._name}-{self._started}", daemon=True).start()
+            self._start()  # before the call waits for it: it may be refused, and then no thread would make the call
+        self._calls.put(call)
         return call
 
+    def _start(self) -> None:
+        """Start a thread; the system raises a ``RuntimeError`` if it has no more."""
+        work = partial(_work, self._calls, self._idle)
+        threading.Thread(target=work, name=f"{self._name}-{self._started + 1}", daemon=True).start()
+        self._started += 1
+
     def __del__(self) -> None:
-        """End the threads of a publisher that nobody closed."""
+        """End the threads of a publisher that was not closed."""
         self.close()
 
     def close(self) -> None:
