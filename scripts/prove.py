@@ -24,7 +24,8 @@ __all__ = ["PYTHONS", "Command", "MissingError", "Part", "main", "prove", "pytho
 ROOT: Final = Path(__file__).parents[1]
 #: The versions of Python that are tested beside the one that made `.venv`.
 PYTHONS: Final = ("3.12", "3.13")
-PARALLEL: Final = ("-n", "auto", "--dist", "worksteal", "-q")
+#: As many workers as in the `Makefile`.
+PARALLEL: Final = ("-n", str((os.cpu_count() or 1) + 3), "--dist", "worksteal", "-q")
 #: What does not depend on the version of Python, or runs the same code in processes again.
 NOT_FOR_PYTHONS: Final = (
     "tests/chaos",

@@ -726,7 +726,7 @@ async def cli(*words: str) -> subprocess.CompletedProcess[str]:
 async def test_a_connection_that_another_task_closes_before_it_sends_is_a_lost_connection(redis_url: str) -> None:
     """A client of a cluster closes all connections when it cannot find the servers, also those that others use."""
     address = urlsplit(redis_url)
-    connection = redis.asyncio.Connection(host=address.hostname or "", port=address.port or 0, socket_timeout=60)
+    connection: Any = redis.asyncio.Connection(host=address.hostname or "", port=address.port or 0, socket_timeout=60)
     await connection.connect()
     client = Client(redis_url, timeout=MINUTE)
 
