@@ -42,4 +42,5 @@ async def test_healthy_messages_pass_what_is_down(make: Callable[[], Store], fau
     figures = await measured(make, fault, seconds=10, publish_timeout=NEVER)
 
     assert len(figures.latencies) == figures.added == 100
-    assert figures.most_probes <= 20
+    # 20 a second; a slow store may let those of one second begin with those of the next.
+    assert figures.most_probes(within=5) <= 5 * 20

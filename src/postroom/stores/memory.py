@@ -141,7 +141,13 @@ class MemoryStore:
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Claim]:
         """Record what became of claims; return those that were lost."""
-        return [settlement.claim for settlement in settlements if not self._settle(settlement)]
+        # As in a database, messages that are parked at the same time wait in the order in which they were added.
+        in_turn = sorted(settlements, key=self._place)
+        return [settlement.claim for settlement in in_turn if not self._settle(settlement)]
+
+    def _place(self, settlement: Settlement) -> int:
+        row = self.rows.find(settlement.claim.message.id)
+        return 0 if row is None else row.number
 
     def _settle(self, settlement: Settlement) -> bool:
         now, outcome, message = self._clock(), settlement.outcome, settlement.claim.message
@@ -194,6 +200,7 @@ class MemoryStore:
             row.error = "the lease ran out on the last attempt: the worker crashed or stalled"
         for row in crashed + waiting:
             row.error = row.error or "no attempts left"
+            self.rows.park(row, None)
             row.become("dead", now)
             self.rows.update(row)
         return len(crashed + waiting)

@@ -114,6 +114,21 @@ class ParkingContract:
 
         assert taken == [(1, [4]), (2, [1, 5]), (2, [2, 3]), (0, [])]
 
+    async def test_messages_that_one_call_parks_wait_in_the_order_in_which_they_were_added(
+        self, harness: StoreHarness
+    ) -> None:
+        """However the call lists them: they were parked at the same time."""
+        await harness.add(numbered(1), numbered(2), numbered(3))
+        one, two, three = await harness.store.claim(3, TERMS)
+        await _park(harness, [three, one, two])
+
+        unparked = []
+        for _ in range(3):
+            assert await harness.store.unpark("east", 1) == 1
+            unparked += numbers(await _claim_all(harness))
+
+        assert unparked == [1, 2, 3]
+
     async def test_a_message_that_is_parked_again_goes_to_the_end(self, harness: StoreHarness) -> None:
         """After a probe that failed another message is the next one."""
         await _parked(harness, 1, 2, 3)
@@ -210,6 +225,22 @@ class ParkingContract:
         assert numbers(await harness.store.claim(10, one)) == [1]
 
     # -- keys --------------------------------------------------------------------------------------------------
+
+    async def test_a_message_that_was_swept_is_no_longer_parked(self, harness: StoreHarness) -> None:
+        """Its destination would be probed for ever, and another unpark would count it."""
+        _needs_parking(harness)
+        await harness.add(numbered(1))
+        await harness.store.claim(1, TERMS)
+        await harness.advance(TERMS.lease + MINUTE)
+        await _park(harness, await harness.store.claim(1, TERMS))
+        await harness.advance(PARKED_FOR + MINUTE)
+
+        swept = await harness.store.sweep(terms(max_attempts=1))
+
+        assert swept == 1
+        assert await harness.store.parked() == []
+        assert await harness.store.unpark("east", 10) == 0
+        assert states(await harness.rows()) == [("dead", 1, 2)]
 
     async def test_the_followers_of_a_parked_head_wait_in_their_order(self, harness: StoreHarness) -> None:
         """The other keys go on meanwhile."""
