@@ -122,7 +122,7 @@ class ParkingContract:
         one, two, three = await harness.store.claim(3, TERMS)
         await _park(harness, [three, one, two])
 
-        unparked = []
+        unparked = list[int]()
         for _ in range(3):
             assert await harness.store.unpark("east", 1) == 1
             unparked += numbers(await _claim_all(harness))
