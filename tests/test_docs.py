@@ -400,7 +400,7 @@ async def test_the_pattern_of_a_web_application_works_as_printed(
                 super().do_POST()
 
     with socket.socket() as unheard:
-        unheard.bind(("127.0.0.1", 0))  # nobody listens, so that connections are refused
+        unheard.bind(("127.0.0.1", 0))  # no server listens, so connections are refused
         address = unheard.getsockname()
         await execute(snippet.replace("localhost:8000", f"127.0.0.1:{address[1]}"), names)
         pool, app = names["pool"], SimpleNamespace(state=SimpleNamespace())
@@ -576,7 +576,7 @@ class Hook(BaseHTTPRequestHandler):
 
 
 async def test_the_plain_publisher_of_the_guarantees_tells_an_outage_from_a_failure() -> None:
-    """Nobody listens, somebody refuses, nobody answers in time."""
+    """No server, a server that refuses, and one that does not answer in time."""
     [snippet] = [snippet for snippet in snippets("docs/guarantees.md") if "urlopen" in snippet]
     names: dict[str, Any] = {}
     message = Message(topic="orders", payload=b"{}")

@@ -173,7 +173,7 @@ def test_a_publisher_that_ends_the_program_twice_does_not_cut_off_what_is_under_
 
 
 async def test_a_message_whose_lease_ends_before_it_is_sent_keeps_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That it was not renewed in time says nothing about the message, which nobody has tried to send."""
+    """That it was not renewed in time says nothing about the message, which was never sent."""
     store, seen, refused = filled(3), list[ev.Event](), list[Message]()
 
     def is_safe_later(_: Custody, message: Message) -> bool:

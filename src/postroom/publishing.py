@@ -215,7 +215,7 @@ class Publishing:
             blocked = None if is_probe else self._breakers.blocks(claim.message)
             if blocked is not None:
                 return self._waiting_for(blocked)
-            # If the lease has ended, another worker may have the message; here nobody has tried to send it.
+            # If the lease has ended, another worker may have the message; this one has not sent it.
             if self.interruption is not None or not self._custody.is_safe(claim.message):
                 return Release()
             began = time.monotonic()

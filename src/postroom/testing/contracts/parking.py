@@ -224,8 +224,6 @@ class ParkingContract:
         assert await harness.store.unpark("east", 10) == 1
         assert numbers(await harness.store.claim(10, one)) == [1]
 
-    # -- keys --------------------------------------------------------------------------------------------------
-
     async def test_a_message_that_was_swept_is_no_longer_parked(self, harness: StoreHarness) -> None:
         """Its destination would be probed for ever, and another unpark would count it."""
         _needs_parking(harness)
@@ -241,6 +239,8 @@ class ParkingContract:
         assert await harness.store.parked() == []
         assert await harness.store.unpark("east", 10) == 0
         assert states(await harness.rows()) == [("dead", 1, 2)]
+
+    # -- keys --------------------------------------------------------------------------------------------------
 
     async def test_the_followers_of_a_parked_head_wait_in_their_order(self, harness: StoreHarness) -> None:
         """The other keys go on meanwhile."""
