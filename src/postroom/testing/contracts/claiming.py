@@ -98,6 +98,17 @@ class ClaimingContract:
         assert (again.message.attempt, again.message.token) == (2, 2)
         assert states(await harness.rows()) == [("processing", 2, 2)]
 
+    async def test_each_claim_of_a_worker_has_a_lease_of_its_own(self, harness: StoreHarness) -> None:
+        """What it claimed later is not taken over along with what it claimed first."""
+        await harness.add(numbered(1))
+        await harness.store.claim(10, TERMS)
+        await harness.advance(20 * SECOND)
+        await harness.add(numbered(2))
+        await harness.store.claim(10, TERMS)
+        await harness.advance(20 * SECOND)
+
+        assert numbers(await harness.store.claim(10, terms())) == [1]
+
     async def test_an_expired_lease_goes_before_what_is_merely_due(self, harness: StoreHarness) -> None:
         """A crash does not send a message to the end of a long line."""
         await harness.add(numbered(1))
