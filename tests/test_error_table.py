@@ -60,6 +60,9 @@ SQLITE_CODES: Final = (
     *("NOTADB", "NOTFOUND", "PERM", "PROTOCOL", "RANGE", "READONLY", "READONLY_DBMOVED", "READONLY_ROLLBACK", "SCHEMA"),
     *("TOOBIG", "WARNING"),
 )
+#: What SQLAlchemy makes of the errors of asyncpg, before it wraps them.
+ADAPTER: Final[Any] = AsyncAdapt_asyncpg_dbapi(asyncpg)  # type: ignore[no-untyped-call]
+ADAPTED: Final[Mapping[type, Callable[..., Exception]]] = ADAPTER._asyncpg_error_translate  # noqa: SLF001
 #: What libraries say without a code.
 ASYNCPG_SAYS: Final = (
     *("connection is closed", "connection was closed in the middle of operation", "connection has been closed"),
@@ -163,10 +166,12 @@ def in_sqlalchemy_invalidated(error: Exception) -> Exception:
 
 
 def in_sqlalchemy_over_asyncpg(error: Exception) -> Exception:
-    adapted: Any = AsyncAdapt_asyncpg_dbapi.OperationalError(f"{type(error)}: {error}", error)  # type: ignore[no-untyped-call]
-    adapted.pgcode = adapted.sqlstate = getattr(error, "sqlstate", None)
-    adapted.__cause__ = error
-    return _wrapped(adapted, is_invalidated=False)
+    adapted = next((ADAPTED[base] for base in type(error).__mro__ if base in ADAPTED), None)
+    if adapted is None:
+        return error  # SQLAlchemy raises it as it is
+    wrapped = adapted(error.args[0], error)
+    wrapped.__cause__ = error
+    return _wrapped(wrapped, is_invalidated=False)
 
 
 def in_django(error: Exception) -> Exception:
