@@ -29,8 +29,9 @@ class SQLiteOutbox(Outbox):
         SQLiteStore.create_tables(self.connection)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, and those of the store."""
         self.connection.close()
+        self.store.disconnect()
 
 
 class Published(MemoryBroker):

@@ -503,6 +503,13 @@ class SQLiteStore(SQLStore):
         await self._file.create()
         return await super().apply_schema()
 
+    def disconnect(self) -> None:
+        """Close all connections where nothing can be awaited; the next call connects again."""
+        self._is_open = False
+        closed = self._file.disconnect()
+        if closed is not None:
+            closed.result()
+
     @staticmethod
     def create_tables(
         connection: sqlite3.Connection, *, table: str = "postroom_outbox", inbox: str = "postroom_inbox"

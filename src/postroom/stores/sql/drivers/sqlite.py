@@ -122,10 +122,7 @@ class SQLiteDriver:
         return self._transactions
 
     async def close(self) -> None:
-        """Close the connection and end the thread."""
-        self._notice_fork()
-        if self._transactions is not None:
-            self._transactions.close()
+        """Close the connections and end the thread."""
         closed = self.disconnect()
         if closed is not None:
             # Who stops waiting must not leave the connection open.
@@ -134,9 +131,11 @@ class SQLiteDriver:
     def disconnect(self) -> Future[None] | None:
         """Have the thread close its connection and end, behind what it is busy with; return what can be waited for.
 
-        A connection that the thread is still making is closed too.
+        A connection that the thread is still making is closed too, and the one that is kept for handlers.
         """
         self._notice_fork()
+        if self._transactions is not None:
+            self._transactions.close()
         session, self._session = self._session, None
         if session is None:
             return None
