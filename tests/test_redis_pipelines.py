@@ -135,7 +135,9 @@ async def test_an_add_that_is_never_awaited_is_named_in_the_warning(
         del _
         gc.collect()
 
-    assert [str(one.message) for one in caught] == ["coroutine 'Outbox.add' was never awaited"] * 4
+    # The collector may also have found what another test has left open.
+    told = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert told == ["coroutine 'Outbox.add' was never awaited"] * 4
     assert await client.keys(f"*{namespace}*") == []
 
 

@@ -598,7 +598,9 @@ async def test_an_add_that_is_never_awaited_is_named_in_the_warning(
 
         await link.rollback()
     assert is_coroutine
-    assert [str(one.message) for one in caught] == ["coroutine 'Outbox.add' was never awaited"]
+    # The collector may also have found what another test has left open.
+    told = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert told == ["coroutine 'Outbox.add' was never awaited"]
 
 
 @pytest.mark.requirement("S2-17")
