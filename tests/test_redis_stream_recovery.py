@@ -77,7 +77,7 @@ class Place:
         return [fields for _, fields in await self.client.xrange(self.key(":dead"))]
 
     async def watched(self, peek: Awaitable[Sequence[Peeked]]) -> tuple[Sequence[Peeked], list[list[str]]]:
-        """Return what a peek shows, and the commands of its script."""
+        """Return what a peek shows, and the commands on this stream; other tests may use the same server."""
         heard, mark = list[list[str]](), uuid4().hex
         async with self.client.monitor() as monitor:
             peeked = await peek
@@ -86,7 +86,8 @@ class Place:
                 words = seen["command"].split()
                 if words[-1] == mark:
                     break
-                heard.append(words)
+                if self.table in seen["command"]:
+                    heard.append(words)
         return peeked, heard
 
     async def age(self, by: timedelta) -> None:
