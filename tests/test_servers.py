@@ -23,6 +23,7 @@ import pytest
 
 from postroom.errors import InvalidNameError
 from postroom.testing import processes
+from postroom.testing import server as server_module
 from postroom.testing.clients import PostgresClient, RedisClient, SqlClient
 from postroom.testing.processes import descendants, is_gone, is_stopped, watch
 from postroom.testing.programs import POSTGRES, REDIS, VALKEY, Programs, relocate
@@ -434,6 +435,24 @@ class TestStart:
         with pytest.raises(ServerError, match=r"could not run (?s:.*)no room left"):
             PostgresServer(folder=tmp_path).start()
 
+        assert list(temporary.iterdir()) == []
+
+    def test_chooses_another_port_if_its_own_was_taken_meanwhile(
+        self, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ports, choose = list[int](), server_module.free_port
+        with socket.create_server((server_module.LOOPBACK, 0)) as other:
+            taken = other.getsockname()[1]
+
+            def chosen() -> int:
+                ports.append(choose() if ports else taken)
+                return ports[-1]
+
+            monkeypatch.setattr(server_module, "free_port", chosen)
+            with RedisServer() as server:
+                assert server.answers()
+
+        assert ports == [taken, server.port]
         assert list(temporary.iterdir()) == []
 
     def test_takes_no_open_port_for_an_answer(self, temporary: Path) -> None:

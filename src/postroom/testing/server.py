@@ -91,6 +91,19 @@ class Server(ABC):
         """Start the server, and return once it answers."""
         if self.pid:
             raise ServerError(f"{self.programs.title} is already running on port {self.port}")
+        has_address = self.port != 0
+        while True:
+            try:
+                self._start()
+            except ServerError:
+                # A port that was free when it was chosen may be another server's by the time this one asks for it.
+                if has_address or not _is_listened_on(self.port):
+                    raise
+                self.port = 0
+            else:
+                return self
+
+    def _start(self) -> None:
         program = self.programs.find(*self.names, folder=self._folder)
         try:
             home = self.home or self._move_in(program)
@@ -100,7 +113,6 @@ class Server(ABC):
             # Nobody would stop a server whose start has failed; its log is in the error.
             self._discard()
             raise
-        return self
 
     def stop(self) -> None:
         """End the server in good order and remove its folder; twice is harmless."""
@@ -270,3 +282,8 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
+
+
+def _is_listened_on(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
