@@ -41,6 +41,8 @@ from postroom.middleware.chain import Middleware, chained
 from postroom.store import ClaimTerms, Dead, Retry, Settlement
 from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline, marks
 from postroom.stores.redis.commands import READS, slot_of
+from postroom.stores.redis.keys import Keys
+from postroom.stores.redis.scripts import script
 from postroom.stores.redis.stream import RedisStreamStore
 from postroom.testing.cancelling import Moment, cuts
 from postroom.testing.clients import ValkeyClient
@@ -1108,6 +1110,80 @@ async def test_what_a_handler_returns_is_in_the_outbox_with_its_effect(shop: Sho
     assert (list(outputs), seen, rung) == ([], [set()], ["rung"])
     assert await shop.client.get(shop.key("stock")) == b"1"
     assert [found.payload for found in await shop.published()] == payloads
+
+
+@pytest.mark.requirement("S0-59")
+@pytest.mark.parametrize("mode", MODES)
+async def test_messages_reach_the_recorder_as_a_script_with_its_keys_and_arguments(shop: Shop, mode: Any) -> None:  # noqa: ANN401
+    """One call for all of them, and no command."""
+    outbox, keys = Outbox(namespace=shop.tag), Keys("postroom_outbox", shop.tag)
+
+    async with shop.also(shop.client, mode=mode).begin() as transaction:
+        added = await outbox.add(transaction.connection, [{"n": 1}, {"n": 2}], topic="orders")
+        recorder = transaction.connection
+        (call,), commands = recorder.calls, list(recorder.recorded)
+
+    assert (call.script, call.keys, commands) == ("enqueue", tuple(key.encode() for key in keys.all), [])
+    assert [call.arguments[place] for place in (1, 9)] == [one.id.bytes for one in added]
+    assert [found.id for found in await shop.published()] == [one.id for one in added]
+
+
+@pytest.mark.requirement("S0-30")
+async def test_the_script_of_the_outbox_is_refused_as_an_eval_like_any_other(shop: Shop) -> None:
+    """The text of a script says nothing: only the outbox hands the recorder one that it can check."""
+    keys = Keys("postroom_outbox", shop.tag).all
+
+    with pytest.raises(CommandRefusedError, match="EVAL cannot be part of this transaction"):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.set(shop.key("stock"), "1")
+            with suppress(CommandRefusedError):
+                await transaction.connection.eval(script("enqueue").text, len(keys), *keys, "")
+
+    assert await shop.keys() == set()
+
+
+@pytest.mark.requirement("S0-12")
+async def test_nothing_can_be_added_after_the_end(shop: Shop) -> None:
+    """Nor by a task that outlives its handler."""
+    async with shop.transactions.begin() as transaction:
+        recorder = transaction.connection
+
+    with pytest.raises(TransactionClosedError):
+        await Outbox(namespace=shop.tag).add(recorder, {}, topic="orders")
+
+    assert await shop.published() == []
+
+
+async def test_messages_that_are_added_in_a_savepoint_that_fails_are_forgotten_with_it(shop: Shop) -> None:
+    outbox = Outbox(namespace=shop.tag)
+
+    async with shop.transactions.begin() as transaction:
+        kept = await outbox.add(transaction.connection, {}, topic="orders")
+        with suppress(ZeroDivisionError):
+            async with shop.transactions.savepoint(transaction):
+                await outbox.add(transaction.connection, {}, topic="orders")
+                raise ZeroDivisionError
+
+    assert [found.id for found in await shop.published()] == [kept.id]
+
+
+@pytest.mark.requirement("S0-01")
+async def test_messages_count_to_the_commands_of_a_transaction_and_its_bytes(shop: Shop) -> None:
+    """Whoever catches the error is not committed without them."""
+    outbox = Outbox(namespace=shop.tag)
+
+    with pytest.raises(CommandRefusedError, match="1,000 commands"):
+        async with shop.transactions.begin() as transaction:
+            for number in range(1000):
+                transaction.connection.rpush(shop.key("list"), number)
+            with suppress(CommandRefusedError):
+                await outbox.add(transaction.connection, {}, topic="orders")
+    with pytest.raises(CommandRefusedError, match="bytes"):
+        async with shop.transactions.begin() as transaction:
+            for _ in range(5):
+                await outbox.add(transaction.connection, {"text": "x" * 250_000}, topic="orders")
+
+    assert await shop.keys() == set()
 
 
 @pytest.mark.requirement("S0-46")

@@ -28,7 +28,8 @@ from .marks import PER_LEASE, Mark, Renewal, milliseconds
 from .record import clipped, packed
 from .recorder import Recorder
 from .scripts import alone
-from .writer import AsyncRedisWriter
+from .stream_outbox import StreamOutbox
+from .writer import hoped, script_calls
 
 __all__ = ["DAY", "RecorderWriter", "RedisInbox", "RedisMode", "writer_for"]
 
@@ -128,9 +129,6 @@ class RedisInbox(Inbox):
 class RecorderWriter:
     """Writes through the recorder of a transaction; what the inbox has to know first, it asks at once."""
 
-    def __init__(self) -> None:
-        self._queueing = AsyncRedisWriter()
-
     async def write(
         self,
         connection: Recorder,
@@ -141,12 +139,15 @@ class RecorderWriter:
         outside_transaction: bool,
     ) -> T:
         """Have messages stored by the commit."""
-        added = await self._queueing.write(
-            connection, additions, outbox, answer, outside_transaction=outside_transaction
-        )
+        if isinstance(outbox, StreamOutbox):
+            for command in outbox.commands(additions):
+                connection.execute_command(*command)
+        else:
+            for keys, words in script_calls(additions, outbox):
+                connection.run("enqueue", keys, *words)
         if outbox.wake is not None:
             connection.after_commit.append(outbox.wake)
-        return added
+        return answer(hoped(additions))
 
     async def admit(self, connection: Recorder, inbox: Inbox, message: Message) -> bool:
         """Claim a message at once; tell whether it was not handled before.

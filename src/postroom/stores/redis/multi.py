@@ -31,9 +31,8 @@ async def apply_multi(client: Client, recorder: WatchingRecorder, mark: Mark) ->
     pipeline.multi()
     for command in recorder.recorded:
         pipeline.execute_command(*command.words)
-    for addition in recorder.additions:
-        text, keys = script("enqueue").text, addition.keys
-        pipeline.execute_command("EVAL", text, len(keys), *keys, *addition.arguments)
+    for call in recorder.calls:
+        pipeline.execute_command("EVAL", script(call.script).text, len(call.keys), *call.keys, *call.arguments)
     pipeline.execute_command("SET", mark.key, f"done:{mark.token}", "PX", milliseconds(mark.kept))
     replies: list[object] = await recorder.ask(pipeline.execute, raise_on_error=False)
     return await _inspected(client, replies, mark)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import redis.exceptions
 from redis.commands.core import AsyncCoreCommands
@@ -21,9 +20,8 @@ from ...errors import (
 from .client import Client
 from .commands import READS, STEERING, Command, keys_of, name_of, slot_of, understood
 from .marks import Mark, Renewal, drop
-from .scripts import script
 
-__all__ = ["Addition", "Recorder", "WatchingRecorder"]
+__all__ = ["Recordable", "Recorder", "ScriptCall", "WatchingRecorder"]
 
 # The library's own types say neither what commands take nor what they answer.
 Foreign = Any
@@ -33,11 +31,18 @@ MOST_COMMANDS: Final = 1000
 MOST_BYTES: Final = 1024 * 1024
 #: What a word takes besides its own bytes when it is sent, so that many empty ones are many bytes too.
 _FRAME: Final = 6
+#: The command that runs a script, as refusals name it.
+_EVAL: Final = b"EVAL"
 
 
-class Addition(NamedTuple):
-    """What is added to an outbox: the keys of its namespace, and the arguments of the script."""
+#: The scripts of the store that a commit can run as functions, by the names of their files.
+Recordable: TypeAlias = Literal["enqueue"]
 
+
+class ScriptCall(NamedTuple):
+    """A script that the commit runs, and its keys and arguments."""
+
+    script: Recordable
     keys: tuple[bytes, ...]
     arguments: tuple[bytes, ...]
 
@@ -79,7 +84,7 @@ class Recorder(AsyncCoreCommands):
         self._size = 0
         self._refused: PostroomError | None = None
         self.recorded: list[Command] = []
-        self.additions: list[Addition] = []
+        self.calls: list[ScriptCall] = []
         #: The mark of the message that is handled; without one, the commit has one of its own.
         self.mark: Mark | None = None
         #: Keeps the lease on it.
@@ -95,18 +100,37 @@ class Recorder(AsyncCoreCommands):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to be applied."""
-        return not (self.recorded or self.additions)
+        return not (self.recorded or self.calls)
 
     def execute_command(self, *words: Foreign, **options: Foreign) -> Awaitable[None]:
         """Record a command.
 
         Raises:
-            CommandRefusedError: It reads, or could fail after others were applied.
+            CommandRefusedError: It reads, or the commit could not check it.
             TransactionClosedError: The transaction has ended.
         """
-        if not self._is_open:
-            raise TransactionClosedError
-        self._record(tuple(map(self._encode, words)))
+        self._check_open()
+        encoded = tuple(map(self._encode, words))
+        with self._keeping_refusals():
+            command = self._understood(encoded)
+            self._check_slot(command.words[0], keys_of(command.words))
+            self.recorded.append(command)
+            self._check_size(encoded[0], encoded)
+        return _RECORDED
+
+    def run(self, script: Recordable, keys: Sequence[str], *arguments: Foreign) -> Awaitable[None]:
+        """Record the call of a script, which a `Client` would run at once; the commit runs it after all commands.
+
+        Raises:
+            CommandRefusedError: A key is in another slot of the cluster, or the transaction becomes too large.
+            TransactionClosedError: The transaction has ended.
+        """
+        self._check_open()
+        call = ScriptCall(script, tuple(map(self._encode, keys)), tuple(map(self._encode, arguments)))
+        with self._keeping_refusals():
+            self._check_slot(_EVAL, call.keys)
+            self.calls.append(call)
+            self._check_size(_EVAL, call.arguments)
         return _RECORDED
 
     def close(self) -> None:
@@ -128,12 +152,12 @@ class Recorder(AsyncCoreCommands):
 
     def keep(self) -> Callable[[], Awaitable[None]]:
         """Return what forgets everything that is recorded from now on, and gives up what is claimed from now on."""
-        commands, additions, size, refused = len(self.recorded), len(self.additions), self._size, self._refused
+        commands, calls, size, refused = len(self.recorded), len(self.calls), self._size, self._refused
         mark, literal = self.mark, self.literal
 
         async def forget() -> None:
             del self.recorded[commands:]
-            del self.additions[additions:]
+            del self.calls[calls:]
             self._size, self._refused = size, refused
             # A message whose effect is forgotten must not be marked as done by the rest of the transaction.
             if (self.mark, self.literal) != (mark, literal):
@@ -162,29 +186,26 @@ class Recorder(AsyncCoreCommands):
         """Refuse like `watch`."""
         raise CommandRefusedError("UNWATCH", "it ends what watch() began, which only mode='multi' has")
 
-    def _record(self, words: tuple[bytes, ...]) -> None:
+    @contextlib.contextmanager
+    def _keeping_refusals(self) -> Generator[None]:
+        """Have `check` raise what is refused in the block as well, in case the handler catches it."""
         try:
-            self._take(words)
+            yield
         except CommandRefusedError as error:
-            # Whoever asks in vain may ask elsewhere; what was to be written must not be missing.
+            # A handler may read elsewhere instead; what it was to write must not be missing.
             if error.command not in READS:
                 self._refused = error
             raise
 
-    def _take(self, words: tuple[bytes, ...]) -> None:
-        addition = _addition(words)
-        if addition is None:
-            command = self._understood(words)
-            self._check_slot(command.words[0], keys_of(command.words))
-            self.recorded.append(command)
-        else:
-            self._check_slot(b"EVAL", addition.keys)
-            self.additions.append(addition)
-        sent = words if addition is None else addition.arguments
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise TransactionClosedError
+
+    def _check_size(self, name: bytes, sent: Sequence[bytes]) -> None:
         self._size += sum(map(len, sent)) + _FRAME * len(sent)
-        if len(self.recorded) + len(self.additions) > MOST_COMMANDS or self._size > MOST_BYTES:
+        if len(self.recorded) + len(self.calls) > MOST_COMMANDS or self._size > MOST_BYTES:
             raise CommandRefusedError(
-                words[0].decode(errors="replace"),
+                name.decode(errors="replace"),
                 f"it would be more than {MOST_COMMANDS:,} commands or {MOST_BYTES:,} bytes in one transaction, during "
                 "which the server does nothing else; do less for one message",
             )
@@ -220,15 +241,13 @@ class WatchingRecorder(Recorder):
         """Record a command, or answer it at once if it reads and something is watched."""
         if not self.is_watching or name_of(self._encode(words[0])) not in READS:
             return super().execute_command(*words, **options)
-        if not self._is_open:
-            raise TransactionClosedError
+        self._check_open()
         return self.ask(self.pipeline.immediate_execute_command, *words, **options)
 
     async def watch(self, *names: Foreign) -> Foreign:  # type: ignore[override]  # as the library's own
         """Have the commit refused if one of these keys changes, and let commands that read be answered from now on."""
         self._check_slot(b"WATCH", [self._encode(name) for name in names])
-        if not self._is_open:
-            raise TransactionClosedError
+        self._check_open()
         answer = await self.ask(self.pipeline.watch, *names)
         self.is_watching = True
         return answer
@@ -289,16 +308,3 @@ class WatchingRecorder(Recorder):
         if name in STEERING:
             raise CommandRefusedError(name, "it steers the connection, which is the transaction's own until its end")
         return Command(words, "")
-
-
-def _addition(words: tuple[bytes, ...]) -> Addition | None:
-    """Return what is added to an outbox, if that is what a command does."""
-    if words[0] != b"EVAL" or words[1] != _enqueue():
-        return None
-    end = 3 + int(words[2])
-    return Addition(words[3:end], words[end:])
-
-
-@lru_cache(maxsize=1)
-def _enqueue() -> bytes:
-    return script("enqueue").text.encode()

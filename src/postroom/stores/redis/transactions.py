@@ -288,15 +288,15 @@ async def _forgetting(forget: Callable[[], Awaitable[None]]) -> AsyncGenerator[N
 def _written(recorder: Recorder, mark: Mark) -> tuple[list[Foreign], list[Foreign]]:
     """Return the keys and arguments of the script."""
     keys: list[Foreign] = [mark.key]
-    for addition in recorder.additions:
-        keys += addition.keys
+    for call in recorder.calls:
+        keys += call.keys
     keys += dict.fromkeys(key for command in recorder.recorded for key in keys_of(command.words))
     arguments: list[Foreign] = [mark.token, mark.expected, milliseconds(mark.kept), len(recorder.recorded)]
     for command in recorder.recorded:
         arguments += (len(command.words), command.needs, *command.words)
-    arguments.append(len(recorder.additions))
-    for addition in recorder.additions:
-        arguments += (len(addition.keys), len(addition.arguments), *addition.arguments)
+    arguments.append(len(recorder.calls))
+    for call in recorder.calls:
+        arguments += (len(call.keys), len(call.arguments), *call.arguments)
     return keys, arguments
 
 

@@ -23,7 +23,7 @@ from .record import packed
 from .scripts import script
 from .stream_outbox import StreamOutbox
 
-__all__ = ["AT_ONCE", "AsyncRedisWriter", "RedisWriter", "arguments_of", "writer_for"]
+__all__ = ["AT_ONCE", "AsyncRedisWriter", "RedisWriter", "arguments_of", "hoped", "script_calls", "writer_for"]
 
 T = TypeVar("T")
 
@@ -37,17 +37,18 @@ _NO_INBOX: Final = "the inbox of SQL stores is a table; use the one of postroom.
 AT_ONCE: Final = 500
 
 
-def _calls(additions: Sequence[Addition], outbox: Outbox) -> list[list[Any]]:
-    """Return what to call EVAL with, for messages that are stored together.
+def script_calls(additions: Sequence[Addition], outbox: Outbox) -> list[tuple[Sequence[str], list[Any]]]:
+    """Return the keys and arguments of each call of the script that stores messages."""
+    return [arguments_of(additions[first : first + AT_ONCE], outbox) for first in range(0, len(additions), AT_ONCE)]
 
-    It is called by its name: pipelines of clusters have a method ``eval`` that takes nothing.
+
+def _commands(additions: Sequence[Addition], outbox: Outbox) -> list[list[Any]]:
+    """Return the commands that store messages.
+
+    EVAL is called by its name: pipelines of clusters have a method ``eval`` that takes nothing.
     """
     text = script("enqueue").text
-    calls: list[list[Any]] = []
-    for first in range(0, len(additions), AT_ONCE):
-        keys, words = arguments_of(additions[first : first + AT_ONCE], outbox)
-        calls.append([text, len(keys), *keys, *words])
-    return calls
+    return [["EVAL", text, len(keys), *keys, *words] for keys, words in script_calls(additions, outbox)]
 
 
 def arguments_of(additions: Sequence[Addition], outbox: Outbox) -> tuple[Sequence[str], list[Any]]:
@@ -90,11 +91,9 @@ def _is_queueing(connection: Foreign) -> bool:
         CommandRefusedError: It is one that would not, because it watches keys.
         ConfigurationError: It, or the client that it is of, repeats commands by itself.
     """
-    names = {base.__name__ for base in type(connection).__mro__}
-    if "Recorder" in names:  # whose client was checked when it was made
-        return True
     refuse_if_it_repeats(connection)
     refuse_unless_it_queues(connection, "add()")
+    names = {base.__name__ for base in type(connection).__mro__}
     return not names.isdisjoint({"Pipeline", "ClusterPipeline"})
 
 
@@ -131,11 +130,11 @@ class RedisWriter(_NoInbox):
             return answer(self._append(connection, additions, outbox))
         replies: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
-        for call in _calls(additions, outbox):
-            reply = connection.execute_command("EVAL", *call)
+        for command in _commands(additions, outbox):
+            reply = connection.execute_command(*command)
             replies += [] if is_queueing else reply
         if is_queueing:
-            return answer(_hoped(additions))
+            return answer(hoped(additions))
         _wake(outbox, additions)
         return answer(_added(additions, replies))
 
@@ -153,7 +152,7 @@ class RedisWriter(_NoInbox):
         if queue is not connection:
             queue.execute()
             _wake(outbox, additions)
-        return _hoped(additions)
+        return hoped(additions)
 
 
 class AsyncRedisWriter(_NoInbox):
@@ -174,14 +173,14 @@ class AsyncRedisWriter(_NoInbox):
         replies: list[bytes | str] = []
         is_queueing = _is_queueing(connection)
         await _find(connection)
-        for call in _calls(additions, outbox):
-            reply = connection.execute_command("EVAL", *call)
+        for command in _commands(additions, outbox):
+            reply = connection.execute_command(*command)
             if not is_queueing:
                 replies += await reply
             elif asyncio.iscoroutine(reply):
                 await reply
         if is_queueing:
-            return answer(_hoped(additions))
+            return answer(hoped(additions))
         _wake(outbox, additions)
         return answer(_added(additions, replies))
 
@@ -206,7 +205,7 @@ class AsyncRedisWriter(_NoInbox):
             await queue.execute()
         if not is_queueing:
             _wake(outbox, additions)
-        return _hoped(additions)
+        return hoped(additions)
 
 
 async def _find(connection: Foreign) -> None:
@@ -215,7 +214,7 @@ async def _find(connection: Foreign) -> None:
         await connection.initialize()
 
 
-def _hoped(additions: Sequence[Addition]) -> list[AddResult]:
+def hoped(additions: Sequence[Addition]) -> list[AddResult]:
     """Say of messages that a pipeline holds that they are new: what is there will be known when it is executed."""
     return [AddResult(addition.message.id, is_new=True) for addition in additions]
 
