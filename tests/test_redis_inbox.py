@@ -20,6 +20,7 @@ from postroom.brokers import MemoryBroker
 from postroom.dead_letters import StoredDeadLetters
 from postroom.delivery import Delivery
 from postroom.errors import (
+    CommitRefusedError,
     CommitUnknownError,
     ConfigurationError,
     FencedError,
@@ -780,10 +781,15 @@ async def test_a_mark_that_is_something_else_is_an_error(shop: Shop, kind: str) 
 
 
 @pytest.mark.requirement("S0-30")
-async def test_what_was_applied_in_part_is_put_aside_and_never_acknowledged_as_done(shop: Shop) -> None:
+@pytest.mark.parametrize(("value", "why"), [(2**63 - 1, "overflow"), ("a text", "not an integer")])
+async def test_what_was_applied_in_part_is_put_aside_and_never_acknowledged_as_done(
+    shop: Shop,
+    value: Any,  # noqa: ANN401
+    why: str,
+) -> None:
     """Nacked with an alert, then in quarantine, then a dead letter; it runs once."""
     box, handled = inbox(), message()
-    await shop.client.set(shop.key("count"), 2**63 - 1)
+    await shop.client.set(shop.key("count"), value)
 
     async def handle(received: Message) -> Sequence[Message]:
         await current_pipeline(shop.client).incrby(shop.key("effect"), 1)
@@ -796,13 +802,39 @@ async def test_what_was_applied_in_part_is_put_aside_and_never_acknowledged_as_d
     assert isinstance(first, Retry)
     assert isinstance(second, Dead)
     assert [type(error) for error in hand.errors] == [PartlyAppliedError, QuarantinedError]
-    assert "overflow" in second.error
+    assert why in second.error
     assert [type(event) for event in shop.heard] == [events.PartlyApplied]
     assert (hand.calls, await mark(shop, box, handled)) == (1, "partial")
     assert await shop.client.ttl(box.key(shop.tag, handled)) == -1
     with pytest.raises(QuarantinedError):
         async with shop.transactions.begin() as transaction:
             await box.has(transaction, handled)
+
+
+@pytest.mark.requirement("S0-30")
+async def test_a_value_that_does_not_fit_leaves_the_message_to_be_handled_again_if_nothing_was_applied(
+    shop: Shop,
+) -> None:
+    """Nacked, and handled as soon as the value is put right."""
+    box, handled = inbox(), message()
+    await shop.client.set(shop.key("count"), "a text")
+
+    async def handle(received: Message) -> Sequence[Message]:
+        await current_pipeline(shop.client).incrby(shop.key("count"), 1)
+        await current_pipeline(shop.client).incrby(shop.key("effect"), 1)
+        return []
+
+    hand = handled_by(shop, box, handle)
+    first = await hand.deliver(handled)
+    effect = await shop.client.get(shop.key("effect"))
+    await shop.client.set(shop.key("count"), 5)
+    second = await hand.deliver(handled)
+
+    assert isinstance(first, Retry)
+    assert (effect, second) == (None, Delivered())
+    assert [type(error) for error in hand.errors] == [CommitRefusedError]
+    assert await shop.client.mget(shop.key("count"), shop.key("effect")) == [b"6", b"1"]
+    assert (hand.calls, await mark(shop, box, handled)) == (2, "done")
 
 
 async def ended(shop: Shop, hand: Hand, handled: Message) -> tuple[int, int]:

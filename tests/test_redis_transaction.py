@@ -7,9 +7,11 @@ import inspect
 import socket
 import time
 import traceback
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import timedelta
+from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -513,31 +515,113 @@ async def test_what_is_checked_writes_nothing(shop: Shop) -> None:
     assert await shop.keys() == set()
 
 
+#: Commands that fail by a value, each behind the command that has written it.
+BY_VALUE = {
+    "INCRBY of a text": ("SET k many", "INCRBY k 1"),
+    "INCRBY of zeros before a number": ("SET k 007", "INCRBY k 1"),
+    "INCRBY of a long number": (f"SET k {'1' * 100}", "INCRBY k 1"),
+    "INCRBY that overflows": (f"SET k {2**63 - 1}", "INCRBY k 1"),
+    "DECRBY that overflows": (f"SET k {-(2**63)}", "DECRBY k 1"),
+    "HINCRBY of a text": ("HSET k f many", "HINCRBY k f 1"),
+    "HINCRBY of a long number": (f"HSET k f {'1' * 100}", "HINCRBY k f 1"),
+    "HINCRBY that overflows": (f"HSET k f {2**63 - 1}", "HINCRBY k f 1"),
+    "XADD after the last id": (f"XADD k {2**64 - 1}-{2**64 - 1} f v", "XADD k * f v"),
+}
+
+
+def words_of(shop: Shop, line: str) -> list[str]:
+    """Return the words of a command, in which ``k`` and ``other`` stand for keys of the shop."""
+    return [shop.key(word) if word in {"k", "other"} else word for word in line.split()]
+
+
+@pytest.mark.requirement("S0-08", "S0-30")
+@pytest.mark.parametrize("case", BY_VALUE)
+async def test_a_value_that_does_not_fit_fails_when_it_is_applied_and_is_reported(shop: Shop, case: str) -> None:
+    """After another command: what came before stays, no event goes out, and the mark keeps the message aside."""
+    before, command = BY_VALUE[case]
+    await shop.client.execute_command(*words_of(shop, before))
+
+    with pytest.raises(PartlyAppliedError, match="1 of 4 applied: ERR ") as caught:
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.sadd(shop.key("orders"), "42")
+            await transaction.connection.execute_command(*words_of(shop, command))
+            await transaction.connection.sadd(shop.key("later"), "42")
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
+
+    assert await shop.keys() == {shop.key("k"), shop.key("orders")}
+    assert [type(event) for event in shop.heard] == [events.PartlyApplied]
+    assert (await shop.client.get(caught.value.mark)).startswith(b"partial:")
+    assert await shop.client.ttl(caught.value.mark) == -1
+
+
 @pytest.mark.requirement("S0-30")
-async def test_a_value_that_is_no_number_keeps_everything_from_being_applied(shop: Shop) -> None:
-    """INCRBY and HINCRBY of a text, also one that the same transaction writes first."""
-    await shop.client.hset(shop.key("stock"), "apples", "many")
-    await shop.client.set(shop.key("orders"), "007")
+@pytest.mark.parametrize("case", BY_VALUE)
+async def test_a_value_that_does_not_fit_applies_nothing_if_it_comes_first(shop: Shop, case: str) -> None:
+    """There is nothing before it that would have to be undone, so the message may be handled again."""
+    before, command = BY_VALUE[case]
+    await shop.client.execute_command(*words_of(shop, before))
+    held = await shop.client.dump(shop.key("k"))
 
-    await shop.client.set(shop.key("long"), "1" * 100)
-    await shop.client.hset(shop.key("stock"), "long", "1" * 100)
+    with pytest.raises(CommitRefusedError, match="nothing of the transaction was applied: ERR "):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.execute_command(*words_of(shop, command))
+            await transaction.connection.sadd(shop.key("orders"), "42")
+            await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
 
-    values = ("text", " 1", "", str(2**63), str(-(2**63) - 1))
-    for name, before in (("stock", None), ("orders", None), ("long", None), *(("new", value) for value in values)):
-        with pytest.raises(CommitRefusedError, match="no integer"):
+    assert await shop.keys() == {shop.key("k")}
+    assert await shop.client.dump(shop.key("k")) == held
+    assert shop.heard == []
+
+
+@pytest.mark.requirement("S0-30")
+@pytest.mark.parametrize("value", ["text", " 1", "", str(2**63), str(-(2**63) - 1)])
+async def test_a_value_that_the_transaction_writes_itself_is_not_checked_either(shop: Shop, value: str) -> None:
+    """It fails at the command that counts it up, after the one that has written it."""
+    with pytest.raises(PartlyAppliedError, match="1 of 2 applied: ERR value is not an integer"):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.set(shop.key("new"), value)
+            await transaction.connection.incrby(shop.key("new"), 1)
+
+    assert await shop.client.get(shop.key("new")) == value.encode()
+    assert [type(event) for event in shop.heard] == [events.PartlyApplied]
+
+
+#: What may be recorded of one key, whatever it is.
+ON_A_KEY = [
+    *("DEL k", "UNLINK k", "SET k v", "SET k v NX", "SET k v XX", "APPEND k v", "PERSIST k"),
+    *("EXPIRE k 0", "PEXPIRE k 60000", "EXPIREAT k 1", "PEXPIREAT k 1", "EXPIRE k 60"),
+    *("HSET k f v", "HSETNX k f v", "HDEL k f", "SADD k m", "SREM k m", "RPUSH k v", "XADD k * f v"),
+    *("ZADD k 1 m", "ZADD k XX 1 m", "ZADD k NX 1 m", "ZREM k m"),
+]
+MADE_BEFORE = ("", "SET k v", "HSET k f v", "SADD k m", "ZADD k 1 m", "RPUSH k v", "XADD k * f v")
+
+
+@pytest.mark.requirement("S0-08", "S0-30")
+@pytest.mark.parametrize("before", MADE_BEFORE)
+async def test_no_transaction_is_applied_in_part_because_of_a_type(shop: Shop, before: str) -> None:
+    """Whatever its commands make of a key on the way: either all of them are applied, or none."""
+    chosen = Random(before)  # the same at every run
+    outcomes = Counter[str]()
+
+    for _ in range(150):
+        lines = chosen.choices(ON_A_KEY, k=3)
+        await shop.client.delete(shop.key("k"), shop.key("orders"))
+        if before:
+            await shop.client.execute_command(*words_of(shop, before))
+        outcome = "applied"
+        try:
             async with shop.transactions.begin() as transaction:
-                await transaction.connection.sadd(shop.key("set"), "42")
-                if before is not None:
-                    await transaction.connection.set(shop.key(name), before)
-                if name == "stock":
-                    await transaction.connection.hincrby(shop.key(name), "apples", 1)
-                elif name == "long":
-                    await transaction.connection.append(shop.key(name), "1")
-                    await transaction.connection.hincrby(shop.key("stock"), name, 1)
-                else:
-                    await transaction.connection.incrby(shop.key(name), 1)
+                transaction.connection.sadd(shop.key("orders"), "42")
+                for line in lines:
+                    transaction.connection.execute_command(*words_of(shop, line))
+        except CommitRefusedError:
+            outcome = "refused"
+        except PartlyAppliedError as error:
+            raise AssertionError(lines) from error
+        outcomes[outcome] += 1
+        assert await shop.client.exists(shop.key("orders")) == (outcome == "applied"), lines
 
-    assert await shop.keys() == {shop.key("stock"), shop.key("orders"), shop.key("long")}
+    assert min(outcomes["applied"], outcomes["refused"]) > 20
 
 
 GONE = {
@@ -553,21 +637,17 @@ GONE = {
 @pytest.mark.parametrize("condition", ["NX", "XX"])
 async def test_whether_a_key_will_be_there_is_not_guessed(shop: Shop, removal: str, condition: str) -> None:
     """What is empty is gone; a SET that depends on it could make what follows fail after it was applied."""
-
-    def words(line: str) -> list[str]:
-        return [shop.key("k") if word == "k" else word for word in line.split()]
-
     before, command = GONE[removal]
-    await shop.client.execute_command(*words(before))
+    await shop.client.execute_command(*words_of(shop, before))
     there = await shop.keys()
 
-    with pytest.raises(CommitRefusedError, match="cannot be foreseen whether"):
+    with pytest.raises(CommitRefusedError, match=f"cannot determine whether .*k' exists when SET {condition} runs"):
         async with shop.transactions.begin() as transaction:
             transaction.connection.sadd(shop.key("orders"), "42")
-            transaction.connection.execute_command(*words(command))
+            transaction.connection.execute_command(*words_of(shop, command))
             transaction.connection.execute_command("SET", shop.key("k"), "x", condition)
     async with shop.transactions.begin() as transaction:
-        transaction.connection.execute_command(*words(command))
+        transaction.connection.execute_command(*words_of(shop, command))
         transaction.connection.set(shop.key("k"), "x")
         transaction.connection.set(shop.key("k"), "y", xx=True)
 
@@ -578,7 +658,7 @@ async def test_whether_a_key_will_be_there_is_not_guessed(shop: Shop, removal: s
 @pytest.mark.requirement("S0-30")
 @pytest.mark.parametrize("command", ["EXPIRE 0", "EXPIRE -5", "PEXPIRE -1", "EXPIREAT 1", "PEXPIREAT 1000"])
 async def test_a_key_whose_time_is_over_is_foreseen_to_be_gone(shop: Shop, command: str) -> None:
-    """Another type may be written there then, and what it held counts no more."""
+    """Another type may be written there then."""
     name, time = command.split()
     key, other = shop.key("k"), shop.key("other")
     await shop.client.hset(key, "f", "5")
@@ -589,10 +669,10 @@ async def test_a_key_whose_time_is_over_is_foreseen_to_be_gone(shop: Shop, comma
             transaction.connection.execute_command(name, key, time)
             transaction.connection.set(key, "x", nx=True)
             transaction.connection.hset(key, "f", "v")
-    with pytest.raises(CommitRefusedError, match="no integer"):
+    with pytest.raises(PartlyAppliedError, match="2 of 3 applied: ERR hash value is not an integer"):
         async with shop.transactions.begin() as transaction:
             transaction.connection.execute_command(name, key, time)
-            transaction.connection.hsetnx(key, "f", "text")
+            transaction.connection.hsetnx(key, "f", "text")  # the field was gone with its key
             transaction.connection.hincrby(key, "f", 1)
     async with shop.transactions.begin() as transaction:
         transaction.connection.execute_command(name, key, time)
@@ -650,7 +730,7 @@ async def test_what_a_transaction_does_itself_is_foreseen(shop: Shop) -> None:
 
 @pytest.mark.requirement("S0-30")
 async def test_what_could_not_be_foreseen_is_told_and_publishes_nothing(shop: Shop) -> None:
-    """An overflow after another command; no event goes out, and somebody is alerted."""
+    """An overflow after another command; no event goes out, and the listener is called."""
     await shop.client.set(shop.key("count"), 2**63 - 1)
 
     with pytest.raises(PartlyAppliedError, match=r"1 of 3 applied: .*overflow") as caught:
@@ -691,6 +771,30 @@ async def test_an_outbox_whose_keys_are_something_else_keeps_everything_from_bei
             await Outbox(namespace=shop.tag).add(transaction.connection, {}, topic="orders")
 
     assert await shop.keys() == {f"postroom_outbox:{{{shop.tag}}}:due"}
+
+
+@pytest.mark.requirement("S0-30")
+@pytest.mark.parametrize("before", ["", "in use"])
+async def test_a_command_that_changes_the_type_of_a_key_of_the_outbox_keeps_everything_from_being_applied(
+    shop: Shop, before: str
+) -> None:
+    """The outbox is added to after all commands, and would fail then."""
+    outbox, due = Outbox(namespace=shop.tag), f"postroom_outbox:{{{shop.tag}}}:due"
+    if before:
+        await outbox.add(shop.client, {}, topic="orders")
+    there = await shop.keys()
+
+    with pytest.raises(CommitRefusedError, match=r"due' is a key of the outbox, and a command .* makes it a string"):
+        async with shop.transactions.begin() as transaction:
+            await transaction.connection.set(due, "a text")
+            await outbox.add(transaction.connection, {}, topic="orders")
+    assert await shop.keys() == there
+    async with shop.transactions.begin() as transaction:
+        await transaction.connection.set(due, "a text")
+        await transaction.connection.delete(due)  # it is free again when the outbox is added to
+        await outbox.add(transaction.connection, {}, topic="orders")
+
+    assert await shop.client.type(due) == b"zset"
 
 
 @pytest.mark.requirement("S0-30")

@@ -347,7 +347,7 @@ class CommitRefusedError(TransactionError):
 
 
 class PartlyAppliedError(TransactionError):
-    """A command failed although everything had been checked, and those before it cannot be undone."""
+    """A command failed when it was applied, by a value for example, and those before it cannot be undone."""
 
     def __init__(self, mark: str, why: str) -> None:
         super().__init__(

@@ -42,7 +42,7 @@ from .scripts import calling
 
 __all__ = ["CommitMode", "RedisTransactions", "current_pipeline", "transactions_for"]
 
-#: How a transaction is applied: by a script that checks everything first, or by MULTI and EXEC.
+#: How a transaction is applied: by a script that first checks types and permissions, or by MULTI and EXEC.
 CommitMode: TypeAlias = Literal["guarded", "multi"]
 
 C = TypeVar("C")
@@ -58,7 +58,10 @@ class RedisTransactions:
     """Opens transactions on a client of redis-py's; `TransactionMiddleware` makes one of a client by itself.
 
     The connection of such a transaction is a `Recorder`. Redis cannot roll back, so nothing is sent before the end.
-    Then one script looks whether everything can be applied, and applies it.
+    Then one script checks the type of every key and the user's permissions, and applies all commands, or none if a
+    check fails. Values are not checked: a command that fails by one, such as INCRBY of a text, fails when it is
+    applied. If it is the first one, nothing is applied; otherwise those before it stay, and the commit raises
+    `PartlyAppliedError`.
 
     Example:
         >>> from postroom.stores.redis import RedisTransactions
@@ -82,8 +85,8 @@ class RedisTransactions:
 
         Args:
             server: A URL, or an async client of redis-py's that repeats nothing by itself and answers with bytes.
-            mode: ``guarded`` applies everything with one script, which looks first whether something would fail, and
-                knows a closed list of commands. ``multi`` takes any command and lets handlers read what they watch; a
+            mode: ``guarded`` applies everything with one script, which first checks types and permissions, and knows
+                a closed list of commands. ``multi`` takes any command and lets handlers read what they watch; a
                 command that fails there does not keep the others from being applied.
             tag: What stands between braces in the keys of marks. In a cluster all keys must have the same: those of
                 handlers, and the namespace of the outbox.
@@ -129,8 +132,9 @@ class RedisTransactions:
         """Open a transaction; apply what was recorded when the block ends well, forget it whatever else happens.
 
         Raises:
-            CommitRefusedError: Something would have failed, so nothing was applied.
-            PartlyAppliedError: Something failed that could not be foreseen; the mark says so from now on.
+            CommitRefusedError: A key has the wrong type, a permission is missing, or the first command failed; nothing
+                was applied.
+            PartlyAppliedError: A later command failed, by a value for example; the mark says so from now on.
             FencedError: The message is somebody else's by now; nothing was applied.
             CommitUnknownError: The server does not answer any more.
             StoreUnavailableError: It was applied, and may be lost all the same: too few disks or replicas have it.
@@ -253,8 +257,13 @@ class RedisTransactions:
                 return
             case ["FENCED"]:
                 raise FencedError
-            case ["BADTYPE" | "BADVALUE", key, why]:
-                raise CommitRefusedError(f"{key!r} is {why}" if answer[0] == "BADTYPE" else f"{key!r}: {why}")
+            case ["BADTYPE", key, why]:
+                raise CommitRefusedError(f"{key!r} is {why}")
+            case ["UNDECIDED", key, command]:
+                raise CommitRefusedError(
+                    f"cannot determine whether {key!r} exists when {command} runs: that depends on its elements, which "
+                    "are not checked; use SET without NX or XX"
+                )
             case ["NOPERM", key, command]:
                 raise CommitRefusedError(f"the user may not call {command} on {key!r}; let them with ACL SETUSER")
             case ["PARTIAL", why]:

@@ -1,11 +1,13 @@
--- Apply everything that a transaction has recorded, or nothing if it can be known before that something would fail.
+-- Apply everything that a transaction has recorded, or nothing if a check before the first write finds that a part of it
+-- would fail: the mark, the type of every key, and the permissions of the user. Values are not checked. A command that
+-- fails by one, such as INCRBY of a text, fails when it is applied; what was applied before it stays.
 --
 -- KEYS: the mark; the keys of each outbox that is added to; the keys of all commands.
 -- ARGV: the token; what the mark must hold now, nothing if it must not be there; for how many milliseconds it is kept
 -- when all is done; how many commands there are, and for each of them how many words, what its key has to hold and the
 -- words; how many outboxes, and for each of them how many keys, how many arguments and those.
--- Answers OK, also if it was done before; FENCED if the mark is not as it must be; BADTYPE, BADVALUE, NOPERM or REFUSED
--- and why, with nothing applied; or PARTIAL and why, of which the mark tells from then on.
+-- Answers OK, also if it was done before; FENCED if the mark is not as it must be; BADTYPE, UNDECIDED, NOPERM or REFUSED
+-- and why, with nothing applied; or PARTIAL and why, which the mark holds from then on.
 --
 -- `check` and `enqueue` stand before this script as functions.
 local mark, token, expected, kept = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
@@ -30,44 +32,20 @@ if state == 'done:' .. token then return { 'OK' } end
 if state:find('partial:' .. token, 1, true) == 1 then return { 'PARTIAL', state:match('^%S* ?(.*)$') } end
 if state ~= expected then return { 'FENCED' } end
 
--- What keys and fields will hold by the time a command comes, as far as this transaction changes them; and of which keys
--- it is not known whether they will be there.
-local kinds, values, is_new, is_unsure = {}, {}, {}, {}
+-- The type that a key will have when a command runs, as far as earlier commands of this transaction change it; and which
+-- keys may be missing by then, depending on values.
+local kinds, may_be_missing = {}, {}
 
 local function kind_of(key)
   kinds[key] = kinds[key] or redis.call('TYPE', key).ok
   return kinds[key]
 end
 
-local function become(key, new_kind)
-  kinds[key], values[key], is_new[key], is_unsure[key] = new_kind, {}, true, nil
+local function become(key, kind)
+  kinds[key], may_be_missing[key] = kind, nil
 end
 
-local function note(key, field, value)
-  values[key] = values[key] or {}
-  values[key][field or 1] = value
-end
-
--- What is longer than any integer is none, and may be too long to be looked at.
-local LONGEST, TEXT = 20, 'a text'
-
-local function value_of(key, field)
-  local known = values[key] and values[key][field or 1]
-  if known ~= nil then return known end
-  if is_new[key] or kind_of(key) == 'none' then return false end
-  if field then return redis.call('HSTRLEN', key, field) > LONGEST and TEXT or redis.call('HGET', key, field) end
-  return redis.call('STRLEN', key) > LONGEST and TEXT or redis.call('GET', key)
-end
-
-local function is_integer(value)
-  if not value or value == '0' then return true end
-  local sign, digits = value:match('^(%-?)([1-9]%d*)$')
-  local most = sign == '-' and '9223372036854775808' or '9223372036854775807'
-  return digits and (#digits < 19 or #digits == 19 and digits <= most)
-end
-
--- What each command does to that, and what is wrong with it, nothing if it can be applied; the others only need their key
--- to hold the right kind of value.
+-- Commands that change the type of a key in another way than by making it.
 local foresee = {}
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + clock[2] / 1000
@@ -78,40 +56,26 @@ end
 
 foresee.UNLINK = foresee.DEL
 
+-- Returns the condition if it cannot be known what the key will be.
 function foresee.SET(words)
-  local is_there = kind_of(words[2]) ~= 'none'
-  for number = 4, #words do
-    local word = words[number]
-    if (word == 'NX' or word == 'XX') and is_unsure[words[2]] then
-      return 'it cannot be foreseen whether it will be there when SET comes'
-    end
-    if word == 'NX' and is_there or word == 'XX' and not is_there then return end
+  local key, condition = words[2], words[4]
+  local is_there = kind_of(key) ~= 'none'
+  if condition == 'NX' or condition == 'XX' then
+    if may_be_missing[key] then return condition end
+    if is_there == (condition == 'NX') then return end
   end
-  become(words[2], 'string')
-  note(words[2], nil, words[3])
+  become(key, 'string')
 end
 
-function foresee.HSET(words)
-  for number = 3, #words, 2 do note(words[2], words[number], words[number + 1]) end
-end
-
-function foresee.HSETNX(words)
-  if not value_of(words[2], words[3]) then note(words[2], words[3], words[4]) end
-end
-
+-- A key whose last element is removed is gone.
 function foresee.HDEL(words)
-  for number = 3, #words do note(words[2], words[number], false) end
-  is_unsure[words[2]] = true -- what is empty then is gone
+  may_be_missing[words[2]] = true
 end
 
-function foresee.SREM(words)
-  is_unsure[words[2]] = true
-end
-
-foresee.ZREM = foresee.SREM
+foresee.SREM, foresee.ZREM = foresee.HDEL, foresee.HDEL
 
 function foresee.ZADD(words)
-  if words[3] == 'XX' then is_unsure[words[2]] = true end -- it makes no key
+  if words[3] == 'XX' then may_be_missing[words[2]] = true end -- it makes no key
 end
 
 -- A time that is over deletes the key at once.
@@ -124,29 +88,7 @@ end
 foresee.EXPIRE, foresee.PEXPIRE = expiring(1000, now), expiring(1, now)
 foresee.EXPIREAT, foresee.PEXPIREAT = expiring(1000, 0), expiring(1, 0)
 
-local function adding(name, value)
-  if not is_integer(value) then return 'what ' .. name .. ' would add to is no integer' end
-end
-
-function foresee.HINCRBY(words)
-  local wrong = adding(words[1], value_of(words[2], words[3]))
-  note(words[2], words[3], '0')
-  return wrong
-end
-
-function foresee.INCRBY(words)
-  local wrong = adding(words[1], value_of(words[2]))
-  note(words[2], nil, '0')
-  return wrong
-end
-
-foresee.DECRBY = foresee.INCRBY
-
-function foresee.APPEND(words)
-  note(words[2], nil, (value_of(words[2]) or '') .. words[3])
-end
-
--- Whether all of it can be applied.
+-- Whether all types fit, and everything is permitted.
 local is_allowed = redis.acl_check_cmd or function() return true end
 local commands = {}
 for number = 1, tonumber(take()) do
@@ -158,8 +100,8 @@ for number = 1, tonumber(take()) do
   end
   if not is_allowed(unpack(words)) then return { 'NOPERM', words[2], words[1] } end
   if is_made == '+' and there == 'none' then kinds[words[2]] = needed end
-  local wrong = foresee[words[1]] and foresee[words[1]](words)
-  if wrong then return { 'BADVALUE', words[2], wrong } end
+  local undecided = foresee[words[1]] and foresee[words[1]](words)
+  if undecided then return { 'UNDECIDED', words[2], words[1] .. ' ' .. undecided } end
   commands[number] = words
 end
 local outboxes = {}
@@ -173,6 +115,13 @@ for number = 1, tonumber(take()) do
   end
   local problem = check(keys)
   if problem then return { 'REFUSED', problem.err } end
+  -- That has looked at the types of now, which commands must not change.
+  for _, key in ipairs(keys) do
+    local later = kinds[key] or 'none'
+    if later ~= 'none' and later ~= redis.call('TYPE', key).ok then
+      return { 'BADTYPE', key, 'a key of the outbox, and a command of the transaction makes it a ' .. later }
+    end
+  end
 end
 
 -- The mark says from now on that something may have happened. If the server refuses to write at all, it refuses this.
