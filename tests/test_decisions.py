@@ -48,9 +48,10 @@ from postroom.stores.redis import RedisStore, RedisStreamStore
 from postroom.stores.redis.decisions import ticket_keys
 from postroom.stores.redis.keys import Keys
 from postroom.stores.redis.record import unpacked
+from postroom.stores.sql.driver import Steps
+from postroom.stores.sql.drivers.psycopg import PsycopgDriver
 from postroom.stores.sql.names import Names
 from postroom.stores.sql.statement import Result, Statement
-from postroom.stores.sql.writer import SyncWriter
 from postroom.testing.clients import ValkeyClient
 from postroom.testing.faults import FaultProxy
 from postroom.testing.servers import ValkeyServer
@@ -648,7 +649,7 @@ async def test_a_ticket_that_is_forgotten_while_it_is_scheduled_again_is_there_i
 ) -> None:
     """PostgreSQL locks no row that an INSERT runs into, so it may be gone before it is looked at."""
     place, namespace = SQLPlace(_library("psycopg"), databases), decisions.outbox.namespace
-    execute = SyncWriter.execute
+    execute = PsycopgDriver.execute
 
     def put_back() -> None:
         columns, values = (
@@ -657,8 +658,8 @@ async def test_a_ticket_that_is_forgotten_while_it_is_scheduled_again_is_there_i
         )
         look(databases, "postgres", f"INSERT INTO postroom_outbox_tickets ({columns}) VALUES ({values})")
 
-    def interfered(writer: SyncWriter, connection: Any, statement: Statement) -> Result:  # noqa: ANN401
-        result = execute(writer, connection, statement)
+    def interfered(driver: PsycopgDriver, connection: Any, statement: Statement) -> Steps[Result]:  # noqa: ANN401
+        result = yield from execute(driver, connection, statement)
         if statement.text.startswith("INSERT"):
             look(databases, "postgres", f"DELETE FROM postroom_outbox_tickets WHERE namespace = '{namespace}'")
         elif is_endless:
@@ -666,7 +667,7 @@ async def test_a_ticket_that_is_forgotten_while_it_is_scheduled_again_is_there_i
         return result
 
     put_back()
-    monkeypatch.setattr(SyncWriter, "execute", interfered)
+    monkeypatch.setattr(PsycopgDriver, "execute", interfered)
     if is_endless:
         with pytest.raises(StoreContentionError, match="schedule it again"):
             await call(place, decisions.schedule, "t", PAST)

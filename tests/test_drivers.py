@@ -325,7 +325,7 @@ def script():
     return answer.rows[0][0]
 
 async def session():
-    return await store._driver.run(script(), timeout=timedelta(seconds=5))
+    return await store._pool.run(script(), timeout=timedelta(seconds=5))
 
 loop = asyncio.new_event_loop()
 before = loop.run_until_complete(session())

@@ -29,13 +29,12 @@ import sqlalchemy.exc
 from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_dbapi
 
 from postroom.errors import PostroomError, StoreError, TransactionAbortedError
-from postroom.stores.sql.drivers.asyncmy import AsyncmyDriver
-from postroom.stores.sql.drivers.asyncpg import AsyncpgDriver
-from postroom.stores.sql.drivers.psycopg import PsycopgDriver
+from postroom.stores.sql.commit_errors import explain, is_aborted, translated, unreachable, was_refused
+from postroom.stores.sql.drivers.asyncpg import AsyncpgConnector
+from postroom.stores.sql.drivers.mysql import AsyncmyConnector
+from postroom.stores.sql.drivers.psycopg import PsycopgConnector
 from postroom.stores.sql.errors import sqlite_error
-from postroom.stores.sql.transactions.outcome import aborted_is_told, translated, unreachable, was_refused
 from postroom.stores.sql.url import Place
-from postroom.stores.sql.writer import explain
 
 TABLE: Final = Path(__file__).with_name("error_table.txt")
 WIDTH: Final = 120
@@ -187,12 +186,12 @@ def _wrapped(error: Exception, *, is_invalidated: bool) -> Exception:
 
 PLACE: Final = Place.parse("postgresql://user@localhost/database", schemes=("postgresql",))
 LIBRARIES: Final[Mapping[str, tuple[Callable[[], Iterable[Case]], Callable[[Exception], type[StoreError]] | None]]] = {
-    "asyncpg": (cases_of_asyncpg, AsyncpgDriver(PLACE).kind_of),
-    "psycopg": (cases_of_psycopg, PsycopgDriver(PLACE).kind_of),
-    "asyncmy": (lambda: cases_of_mysql(asyncmy.errors), AsyncmyDriver(PLACE).kind_of),
+    "asyncpg": (cases_of_asyncpg, AsyncpgConnector(PLACE).kind_of),
+    "psycopg": (cases_of_psycopg, PsycopgConnector(PLACE).kind_of),
+    "asyncmy": (lambda: cases_of_mysql(asyncmy.errors), AsyncmyConnector(PLACE).kind_of),
     "pymysql": (lambda: cases_of_mysql(pymysql.err), None),
     "sqlite3": (cases_of_sqlite, lambda error: sqlite_error(getattr(error, "sqlite_errorname", ""))),
-    "python": (cases_of_python, AsyncpgDriver(PLACE).kind_of),
+    "python": (cases_of_python, AsyncpgConnector(PLACE).kind_of),
     "sqlalchemy": (cases_of_sqlalchemy, None),
     "django": (cases_of_django, None),
 }
@@ -215,15 +214,10 @@ def meaning(error: Exception) -> Meaning:
             _short(translated(error, is_lost=True)),
             _short(unreachable(error)),
             "refused" if was_refused(error) else "unknown",
-            _short(_raised(error, aborted)),
+            _short(TransactionAbortedError if is_aborted(error) else None),
             _short(_raised(error, write)),
         )
     )
-
-
-def aborted(error: Exception) -> None:
-    with aborted_is_told():
-        raise error
 
 
 def write(error: Exception) -> None:

@@ -299,7 +299,7 @@ def test_production_has_no_failpoints_whatever_the_environment_says() -> None:
     """Importing all of postroom loads nothing of them, and no variable changes that."""
     program = (
         "import sys, postroom, postroom.stores, postroom.brokers, postroom.cli, postroom.cli.app, postroom.consumer\n"
-        "import postroom.stores.sql.writers, postroom.stores.sql.drivers.sqlite\n"
+        "import postroom.stores.sql.writer, postroom.stores.sql.sqlite_pool\n"
         "print([name for name in sys.modules if name.startswith('postroom.testing')])"
     )
     names = ["TESTING", "TEST", "FAILPOINTS", "FAILPOINT", "CHAOS", "DEBUG"]

@@ -22,7 +22,9 @@ from postroom.brokers import MemoryBroker
 from postroom.errors import RejectError, StoreTimeoutError
 from postroom.middleware import DeadlineMiddleware, Middleware, TransactionMiddleware, transactional
 from postroom.stores import MySQLStore, PostgresStore, SQLStore
-from postroom.stores.sql.transactions import SQLTransactions, network
+from postroom.stores.sql import source
+from postroom.stores.sql.drivers.asyncpg import AsyncpgDriver
+from postroom.stores.sql.transactions import SQLTransactions
 from postroom.stores.sql.url import Place
 from postroom.testing.waiting import until
 
@@ -376,9 +378,9 @@ class HalfOpen:
 async def test_a_begin_that_is_never_answered_costs_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """While other messages move on, nothing else would ever end it: it passes for one that waits in a queue."""
     pool = HalfOpen()
-    monkeypatch.setattr(network, "BEGINNING", timedelta(milliseconds=50))
+    monkeypatch.setattr(source, "BEGINNING", timedelta(milliseconds=50))
     middleware = TransactionMiddleware("unused.db")
-    middleware.transactions = SQLTransactions(partial(network.AsyncpgLink, network.AsyncpgPool(pool)))
+    middleware.transactions = SQLTransactions(source.Source(AsyncpgDriver(), pool, is_limited=True))
 
     with pytest.raises(StoreTimeoutError, match="no transaction began") as caught:
         async with asyncio.timeout(10):

@@ -41,7 +41,7 @@ from postroom.events import log_event
 from postroom.middleware import RetryMiddleware
 from postroom.retry import guarded
 from postroom.stores import MemoryStore, PostgresStore, SQLiteStore
-from postroom.stores.sql.transactions.wakeups import hint
+from postroom.stores.sql.driver import hint
 from postroom.testing.servers import PostgresServer
 from postroom.testing.waiting import until
 

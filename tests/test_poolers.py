@@ -381,7 +381,7 @@ async def test_what_needs_a_session_of_its_own_is_refused_behind_a_pooler(
 
     async with opened(pooled_dsn, driver) as store:
         with pytest.raises(ConfigurationError, match="direct connection"):
-            await store._driver.run(script(), atomic=False, timeout=MINUTE)  # noqa: SLF001
+            await store._pool.run(script(), atomic=False, timeout=MINUTE)  # noqa: SLF001
         assert (await store.stats()).pending == 0
 
 

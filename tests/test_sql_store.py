@@ -43,9 +43,9 @@ from postroom.stores.sql.dialect import Dialect, Server
 from postroom.stores.sql.dialects.mysql import MySQL, parse_version
 from postroom.stores.sql.dialects.postgres import PostgreSQL
 from postroom.stores.sql.dialects.sqlite import SQLite
-from postroom.stores.sql.drivers.sqlite import SQLiteDriver
 from postroom.stores.sql.errors import mysql_error, postgres_error, sqlite_error
 from postroom.stores.sql.names import Names
+from postroom.stores.sql.sqlite_pool import SQLitePool
 from postroom.stores.sql.statement import Script, Statement
 from postroom.stores.sql.url import Place
 from postroom.testing.cancelling import Moment, cuts
@@ -143,11 +143,11 @@ async def test_stores_of_one_process_claim_from_one_sqlite_file_at_once(sqlite_p
 async def test_a_sqlite_commit_survives_the_loss_of_power(sqlite_path: Path) -> None:
     """The log is written ahead, and flushed at every commit."""
     fill(sqlite_path, 1)
-    driver = SQLiteDriver(sqlite_path)
+    pool = SQLitePool(sqlite_path)
 
-    journal = await driver.run(ask("PRAGMA journal_mode"), timeout=timedelta(seconds=5))
-    flushed = await driver.run(ask("PRAGMA synchronous"), timeout=timedelta(seconds=5))
-    await driver.close()
+    journal = await pool.run(ask("PRAGMA journal_mode"), timeout=timedelta(seconds=5))
+    flushed = await pool.run(ask("PRAGMA synchronous"), timeout=timedelta(seconds=5))
+    await pool.close()
 
     assert (journal, flushed) == ("wal", 2)
 
@@ -175,20 +175,20 @@ SLOW = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i <
 async def test_a_slow_sqlite_statement_is_interrupted_by_its_own_timeout_alone(sqlite_path: Path) -> None:
     """One that waits behind it and gives up does not take it along."""
     fill(sqlite_path, 1)
-    driver = SQLiteDriver(sqlite_path)
+    pool = SQLitePool(sqlite_path)
     brief, long = timedelta(milliseconds=50), timedelta(minutes=5)
 
-    slow = asyncio.create_task(driver.run(ask(SLOW.format(3_000_000)), timeout=long))
+    slow = asyncio.create_task(pool.run(ask(SLOW.format(3_000_000)), timeout=long))
     await asyncio.sleep(0)
     with pytest.raises(StoreTimeoutError):
-        await driver.run(ask("SELECT 1"), timeout=brief)
+        await pool.run(ask("SELECT 1"), timeout=brief)
     assert not slow.done()
     assert await slow == 3_000_000
 
     with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.05 s"):
-        await driver.run(ask(SLOW.format(10**12)), timeout=brief)
-    assert await driver.run(ask("SELECT 1"), timeout=long) == 1
-    await driver.close()
+        await pool.run(ask(SLOW.format(10**12)), timeout=brief)
+    assert await pool.run(ask("SELECT 1"), timeout=long) == 1
+    await pool.close()
 
 
 @pytest.mark.requirement("G4", "G11")

@@ -20,7 +20,7 @@ from sqlalchemy.orm.exc import StaleDataError
 from postroom import Outbox
 from postroom.errors import CommitUnknownError, TransactionAbortedError, UnknownConnectionError
 from postroom.stores import PostgresStore
-from postroom.stores.sql.transaction import transaction
+from postroom.stores.sql.transactions import transaction
 from postroom.testing.faults import FaultProxy
 
 

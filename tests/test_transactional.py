@@ -43,7 +43,7 @@ from postroom.middleware import (
 from postroom.middleware.chain import Middleware, chained
 from postroom.store import Delivered, Outcome, Release, Retry
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore, SQLStore
-from postroom.stores.sql.transactions.heard import Heard
+from postroom.stores.sql.drivers import asyncpg as asyncpg_driver
 from postroom.testing.faults import FaultProxy
 from postroom.testing.waiting import until
 from postroom.transaction import Transaction, current_transaction, in_transaction, transactions_of
@@ -471,13 +471,7 @@ async def test_a_version_of_asyncpg_that_takes_nothing_along_is_marked_by_the_in
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not known of the inside of asyncpg costs a round trip, and no promise."""
-
-    def deaf(cls: Any, begun: Any, along: str = "") -> Any:  # noqa: ANN401
-        return cls(begun, along)
-
-    monkeypatch.setattr(Heard, "listen", classmethod(deaf))
-    monkeypatch.setattr(Heard, "leave", lambda *_: None)
-    monkeypatch.setattr(Heard, "is_understood", False)
+    monkeypatch.setattr(asyncpg_driver, "_listen", lambda *_: None)
     async with shop_on(PG, request) as shop:
         consumer = consumer_of(lambda _: shop.write(1), transactional(shop.store, consumer="stock"))
         content = message()

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +50,9 @@ from postroom.errors import (
 from postroom.handler import bound
 from postroom.middleware import TransactionMiddleware
 from postroom.stores import MySQLStore, PostgresStore, SQLiteStore
+from postroom.stores.sql.driver import finish_async
+from postroom.stores.sql.drivers import driver_of
+from postroom.stores.sql.statement import Statement
 from postroom.stores.sql.transactions import transactions_for
 from postroom.testing.faults import FaultProxy
 from postroom.testing.waiting import until
@@ -972,7 +976,7 @@ async def test_a_cancelled_commit_is_not_waited_for_without_end(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that answers nothing is broken, and never used again."""
-    monkeypatch.setattr("postroom.stores.sql.transactions.block.PATIENCE", 0.1)
+    monkeypatch.setattr("postroom.stores.sql.transactions.PATIENCE", 0.1)
     async with faulty(kind, request) as (world, proxy):
         transactions = transactions_of(world.pool)
         accepted = 0
@@ -1029,7 +1033,7 @@ async def test_a_statement_on_a_thread_does_not_hold_up_a_time_limit_without_end
     world: World, monkeypatch: pytest.MonkeyPatch, *, is_nested: bool
 ) -> None:
     """After a while its connection is broken, and the pool can be used again."""
-    monkeypatch.setattr("postroom.stores.sql.transactions.block.PATIENCE", 0.1)
+    monkeypatch.setattr("postroom.stores.sql.transactions.PATIENCE", 0.1)
     transactions = transactions_of(world.pool)
     pause = {PG: "SELECT pg_sleep(25)", MY: "SELECT sleep(25)", LITE: LONG.format(300_000_000)}[world.family]
     loop = asyncio.get_running_loop()
@@ -1161,7 +1165,7 @@ async def test_a_file_that_is_locked_by_another_is_contention(sqlite_path: Path)
     """Told after the time that SQLite waits."""
     with contextlib.closing(sqlite3.connect(sqlite_path, isolation_level=None)) as other:
         store = SQLiteStore(sqlite_path)
-        store._driver._busy_timeout /= 100  # type: ignore[attr-defined]  # noqa: SLF001
+        store._pool._busy_timeout /= 100  # type: ignore[attr-defined]  # noqa: SLF001
         transactions = store.transactions()
         async with transactions.begin():
             pass
@@ -1255,15 +1259,15 @@ async def test_a_handler_has_a_session_with_the_settings_of_its_server(world: Wo
     async with transactions_of(world.pool).begin() as transaction:
         found = {}
         for name in ("enable_seqscan", "plan_cache_mode", "synchronous_commit"):
-            answer = await world.pool._driver.execute(transaction.connection, _show(name))  # noqa: SLF001
+            driver = driver_of(transaction.connection)
+            assert driver is not None
+            answer = await finish_async(driver.execute(transaction.connection, _show(name)))
             found[name] = answer.rows[0][0]
 
     assert found == {"enable_seqscan": "on", "plan_cache_mode": "auto", "synchronous_commit": "on"}
 
 
-def _show(name: str) -> Any:  # noqa: ANN401
-    from postroom.stores.sql.statement import Statement  # noqa: PLC0415
-
+def _show(name: str) -> Statement:
     return Statement(f"SHOW {name}", {}, returns=True)
 
 
@@ -1277,20 +1281,12 @@ async def test_handlers_do_not_hold_up_the_store(world: World) -> None:
 
     async with transactions.begin(), transactions.begin():
         stats = await store.stats()
-        store._driver._transactions.link = partial(_impatient, store)  # noqa: SLF001
+        transactions.source._timeout = timedelta(milliseconds=50)  # noqa: SLF001
         with pytest.raises(StoreTimeoutError):
             async with transactions.begin():
                 pass
 
     assert stats.pending == 0
-
-
-def _impatient(store: Any) -> Any:  # noqa: ANN401
-    from datetime import timedelta  # noqa: PLC0415
-
-    from postroom.stores.sql.driver import _Lent  # noqa: PLC0415
-
-    return store._driver.link(_Lent(store._driver, timedelta(milliseconds=50), None))  # noqa: SLF001
 
 
 @pytest.mark.requirement("G11")
@@ -1313,15 +1309,15 @@ async def test_a_closed_store_leaves_no_connection_of_a_handler_open(kind: str, 
 async def test_a_cancelled_handler_costs_only_its_own_connection(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on with theirs; a connection that was lost costs all of them, since they may be lost too."""
     transactions = transactions_of(world.pool)
-    driver, opened = world.pool._driver, 0  # noqa: SLF001
-    connect = driver.connect_plain
+    connector, opened = world.pool._pool._connector, 0  # noqa: SLF001
+    connect = connector.connect_plain
 
     async def counted() -> Any:  # noqa: ANN401
         nonlocal opened
         opened += 1
         return await connect()
 
-    monkeypatch.setattr(driver, "connect_plain", counted)
+    monkeypatch.setattr(connector, "connect_plain", counted)
     async with transactions.begin(), transactions.begin():
         assert opened == 2
     with pytest.raises(TimeoutError):

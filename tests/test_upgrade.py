@@ -82,7 +82,7 @@ def shapes(tables: Schema) -> Script[tuple[dict[str, str], dict[str, str]]]:
 
 async def asked(store: SQLStore, script: Script[T], *, atomic: bool = True) -> T:
     """Run a script on a connection of the store's own."""
-    return await store._driver.run(script, atomic=atomic, timeout=PATIENCE)  # noqa: SLF001
+    return await store._pool.run(script, atomic=atomic, timeout=PATIENCE)  # noqa: SLF001
 
 
 # -- the same in the end -----------------------------------------------------------------------------------------

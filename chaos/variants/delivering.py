@@ -18,9 +18,10 @@ from postroom.store import Claim, ClaimTerms, Dead, Delivered, Release, Retry, S
 from postroom.stores.sql import settling
 from postroom.stores.sql.adding import Adding
 from postroom.stores.sql.claiming import Claiming, Walk
-from postroom.stores.sql.statement import Result, Row, Script, Statement
+from postroom.stores.sql.driver import Steps
+from postroom.stores.sql.statement import Row, Script
 from postroom.stores.sql.store import SQLStore
-from postroom.stores.sql.writers.drivers import Asyncpg
+from postroom.stores.sql.writer import SQLWriter
 
 from .registry import ASYNCPG, PLAIN, Patched, reword, variant
 
@@ -208,19 +209,23 @@ def purge_deletes_undelivered() -> None:
     stores=ASYNCPG,
 )
 def add_outside_the_transaction() -> None:
-    sound = Asyncpg.execute
+    sound: Patched = SQLWriter._steps
 
-    async def execute(self: Asyncpg, connection: Patched, statement: Statement) -> Result:
+    def steps(self: SQLWriter, task: Patched, wake: Patched, connection: Patched) -> Steps[object]:
         import asyncpg  # noqa: PLC0415 -- an extra, and needed here alone
 
+        if task.identifier != "outbox":
+            return (yield from sound(self, task, wake, connection))
         settings, (host, port) = connection._params, connection._addr
-        other = await asyncpg.connect(host=host, port=port, user=settings.user, database=settings.database)
-        try:
-            return await sound(self, other, statement)
-        finally:
-            await other.close()
+        other = yield asyncpg.connect(host=host, port=port, user=settings.user, database=settings.database)
+        transaction = other.transaction()
+        yield transaction.start()
+        added = yield from sound(self, task, wake, other)
+        yield transaction.commit()
+        yield other.close()
+        return added
 
-    setattr(Asyncpg, "execute", execute)
+    setattr(SQLWriter, "_steps", steps)
 
 
 @variant("A commit whose answer was lost is taken for a failed one, and its messages are deleted.", stores=ASYNCPG)

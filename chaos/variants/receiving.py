@@ -12,7 +12,9 @@ from postroom.errors import CommitUnknownError
 from postroom.inbox import Inbox
 from postroom.message import Message
 from postroom.middleware import DeadLetterMiddleware, Next, OutboxMiddleware, TransactionMiddleware
-from postroom.stores.sql.transactions import network
+from postroom.stores.sql.driver import Begun, Steps
+from postroom.stores.sql.drivers.asyncpg import AsyncpgDriver
+from postroom.stores.sql.transactions import UnitOfWork
 from postroom.transaction import Transaction
 
 from .registry import ASYNCPG, Patched, reword, variant
@@ -92,21 +94,25 @@ def inbox_outside_the_transaction() -> None:
 
 @variant("What BEGIN brings along is not asked whether the message was marked before.", stores=ASYNCPG)
 def mark_with_begin_not_looked_at() -> None:
-    sound = network.AsyncpgLink.begin
+    sound: Patched = UnitOfWork._starting
 
-    async def begin(self: Patched) -> None:
-        await sound(self)
-        self.is_admitted = self.opening is not None or None
+    def starting(self: Patched) -> Steps[None]:
+        yield from sound(self)
+        self.is_admitted = self._opening is not None or None
 
-    setattr(network.AsyncpgLink, "begin", begin)
+    setattr(UnitOfWork, "_starting", starting)
 
 
 @variant("That COMMIT was answered with ROLLBACK, since an error was swallowed before, is not noticed.", stores=ASYNCPG)
 def swallowed_error_is_acked() -> None:
-    async def commit(self: Patched) -> None:
-        await self._begun.commit()
+    def check(self: AsyncpgDriver, connection: Patched, begun: Begun) -> Steps[None]:
+        yield from ()
 
-    setattr(network.AsyncpgLink, "commit", commit)
+    def commit(self: AsyncpgDriver, connection: Patched, begun: Begun) -> Steps[None]:
+        yield begun.handle.commit()
+
+    setattr(AsyncpgDriver, "check", check)
+    setattr(AsyncpgDriver, "commit", commit)
 
 
 @variant("All consumers go by one name, so that what one of them has handled the others never get.")

@@ -384,7 +384,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @lru_cache(maxsize=1)
 def _opener() -> Callable[[Any, Callable[[], object] | None], AbstractAsyncContextManager[Any]]:
-    module = importlib.import_module("postroom.stores.sql.transaction")
+    module = importlib.import_module("postroom.stores.sql.transactions")
     return cast("Callable[[Any, Callable[[], object] | None], AbstractAsyncContextManager[Any]]", module.transaction)
 
 

@@ -19,12 +19,8 @@ __all__ = ["Writer", "writer_of"]
 
 R = TypeVar("R")
 
-#: How a library's connections are written through, by the package that their class comes from.
+#: How connections are written through that are not of an SQL database, by the package that their class comes from.
 _WRITERS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("asyncpg", "psycopg", "sqlite3", "aiosqlite", "asyncmy", "pymysql", "sqlalchemy", "django"),
-        "postroom.stores.sql.writers",
-    ),
     "redis": "postroom.stores.redis.writer",
     "postroom.stores.redis": "postroom.stores.redis.inbox",
     "postroom.stores.memory": "postroom.stores.memory",
@@ -76,8 +72,7 @@ class Writer(Protocol):
 
 def writer_of(connection: object) -> Writer:
     """Return what writes through a connection; raise `UnknownConnectionError` if nothing does."""
-    find = _finder(type(connection))  # type: ignore[arg-type]  # mypy takes a class for unhashable
-    writer = None if find is None else find(connection)
+    writer = _finder(type(connection))(connection)  # type: ignore[arg-type]  # mypy takes a class for unhashable
     if writer is None:
         is_pool = not _POOLS.isdisjoint(base.__name__ for base in type(connection).__mro__)
         hint = ", which hands out connections but is none: acquire one and begin a transaction" if is_pool else ""
@@ -86,12 +81,14 @@ def writer_of(connection: object) -> Writer:
 
 
 @lru_cache(maxsize=256)
-def _finder(kind: type) -> Callable[[object], Writer | None] | None:
+def _finder(kind: type) -> Callable[[object], Writer | None]:
     """Return what finds the writer for a kind of connection, by the package that its class or a base comes from."""
+    found = "postroom.stores.sql.writer"
     for base in kind.__mro__:
         package = base.__module__
         while package and package not in _WRITERS:
             package = package.rpartition(".")[0]
         if package:
-            return cast("Callable[[object], Writer | None]", importlib.import_module(_WRITERS[package]).writer_for)
-    return None
+            found = _WRITERS[package]
+            break
+    return cast("Callable[[object], Writer | None]", importlib.import_module(found).writer_for)

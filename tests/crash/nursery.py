@@ -25,7 +25,7 @@ __all__ = ["Worker", "start", "whole_lines"]
 
 ROOT: Final = Path(__file__).parents[2]
 #: What workers import when they need it.
-PRELOADED: Final = ("aiosqlite", "asyncmy", "asyncpg", "sqlalchemy.ext.asyncio", "postroom.stores.sql.drivers.asyncmy")
+PRELOADED: Final = ("aiosqlite", "asyncmy", "asyncpg", "sqlalchemy.ext.asyncio", "postroom.stores.sql.drivers.mysql")
 
 
 def whole_lines(journal: Path) -> list[str]:

@@ -40,7 +40,8 @@ PRODUCING: Final[Sequence[Producing]] = (
     ],
     Producing(row="c-e", arms=[Arm("add.before", "cut", 2)], stores=WIRED, stored=False, heard="something"),
     *[
-        # COMMIT is all that is left to send, and whether it arrived is not known where the connection is lost.
+        # COMMIT is all that is left to send, and whether it arrived is not known where the connection is lost, also in
+        # the first transaction of a process.
         Producing(
             row="f, not applied, which the caller cannot know",
             arms=[Arm(point, "cut", nth)],
@@ -48,20 +49,10 @@ PRODUCING: Final[Sequence[Producing]] = (
             stored=True,  # by the second try
             heard="CommitUnknownError",
             found=False,
+            is_cold=is_cold,
         )
         for point, nth in (("add.after", 2), ("commit.before", 1))
-    ],
-    *[
-        # The first COMMIT of a process follows a probe, which finds the loss before anything is unknown.
-        Producing(
-            row="f, not applied",
-            arms=[Arm(point, "cut", nth)],
-            stores=POSTGRES,
-            stored=False,
-            heard="something",
-            is_cold=True,
-        )
-        for point, nth in (("add.after", 2), ("commit.before", 1))
+        for is_cold in (False, True)
     ],
     # MariaDB is told to release a savepoint before COMMIT, which finds the loss as well.
     Producing(

@@ -22,7 +22,7 @@ from ..message import Message
 from ..middleware import Next
 from ..outbox import AddResult, AsyncConnection, Options, Outbox
 from ..store import Claim, ClaimTerms, Delivered, Features, Outcome, Peeked, Release, Settlement, Stats, Store
-from ..stores.sql.driver import Driver
+from ..stores.sql.pool import Pool
 from ..stores.sql.statement import Result, Script, Statement
 from ..stores.sql.store import SQLStore
 from ..stores.sql.transactions import SQLTransactions
@@ -109,8 +109,8 @@ class TappedStore:
         self._store = store
         self._points = points
         if isinstance(store, SQLStore):
-            # It makes its driver itself; this one place is where a test may get between the two.
-            store._driver = _TappedDriver(store._driver, points)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+            # It makes its pool itself; this one place is where a test may get between the two.
+            store._pool = _TappedPool(store._pool, points)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
     async def open(self) -> bool:
         return await self._store.open()
@@ -168,18 +168,18 @@ class TappedStore:
         await self._points.hit(f"{call}.after")
 
 
-class _TappedDriver:
-    """A driver with points around the statements of every script."""
+class _TappedPool:
+    """The pool of a store with points around the statements of every script."""
 
-    def __init__(self, driver: Driver, points: Failpoints) -> None:
-        self._driver = driver
+    def __init__(self, pool: Pool, points: Failpoints) -> None:
+        self._pool = pool
         self._points = points
 
     async def run(self, script: Script[T], *, atomic: bool = True, timeout: timedelta) -> T:  # noqa: ASYNC109
         call = _CALL.get()
         if call is not None:
             script = self._tapped(script, call)
-        return await self._driver.run(script, atomic=atomic, timeout=timeout)
+        return await self._pool.run(script, atomic=atomic, timeout=timeout)
 
     def _tapped(self, script: Script[T], call: str) -> Script[T]:
         """Pass on what a script says and hears; SQLite runs this on a thread, so nothing here is awaited."""
@@ -199,13 +199,13 @@ class _TappedDriver:
                 answer = partial(script.send, result)
 
     async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
-        await self._driver.listen(channel, wake, timeout=timeout)
+        await self._pool.listen(channel, wake, timeout=timeout)
 
     def transactions(self, *, timeout: timedelta) -> SQLTransactions:
-        return self._driver.transactions(timeout=timeout)
+        return self._pool.transactions(timeout=timeout)
 
     async def close(self) -> None:
-        await self._driver.close()
+        await self._pool.close()
 
 
 # -- what a consumer works with --------------------------------------------------------------------------------------

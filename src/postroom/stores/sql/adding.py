@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, TypeVar
 from uuid import UUID
 
-from ...outbox import Addition, AddResult
+from ...duplicates import log_duplicates
+from ...outbox import Addition, AddResult, Answer
 from .statement import Script, Statement
 from .wording import Wording, letters
 
-__all__ = ["Adding"]
+__all__ = ["Adding", "add_all"]
+
+T = TypeVar("T")
+
+#: One statement stays within the limits of parameters and, escaped, of packets that servers come with.
+_ROWS_AT_ONCE: Final = 500
+_BYTES_AT_ONCE: Final = 4 * 1024 * 1024
 
 
 class Adding(Wording):
@@ -86,3 +93,44 @@ class Adding(Wording):
             params.update({f"{name}_{suffix}": value for name, value in self._values(addition).items()})
             rows.append(row.replace("#", suffix))
         return ",\n".join(rows), params
+
+
+def add_all(additions: Sequence[Addition], dialect: Adding, *, answer: Answer[T], strict_order: bool) -> Script[T]:
+    """Insert any number of messages in the caller's transaction; return what ``answer`` makes of the results."""
+    if len(additions) == 1:
+        added = yield from dialect.add(additions, strict_order=strict_order)
+        log_duplicates(additions, added)
+        return answer(added)
+    if strict_order:
+        # All at once: chunks that lock in turns could wait for the chunks of another add, and it for them.
+        yield from dialect.lock_keys(additions)
+    added = list[AddResult]()
+    for chunk in _chunks(additions):
+        added += yield from dialect.add(chunk, strict_order=False)
+    if any(addition.given for addition in additions):
+        _first_of_each(added)
+    log_duplicates(additions, added)
+    return answer(added)
+
+
+def _chunks(additions: Sequence[Addition]) -> Iterator[Sequence[Addition]]:
+    chunk: list[Addition] = []
+    size = 0
+    for addition in additions:
+        size += len(addition.message.payload)
+        if chunk and (len(chunk) == _ROWS_AT_ONCE or size > _BYTES_AT_ONCE):
+            yield chunk
+            chunk, size = [], len(addition.message.payload)
+        chunk.append(addition)
+    if chunk:
+        yield chunk
+
+
+def _first_of_each(added: list[AddResult]) -> None:
+    """Say of a message that is listed twice that it was added once."""
+    seen: set[UUID] = set()
+    for place, item in enumerate(added):
+        if item.is_new and item.id is not None:
+            if item.id in seen:
+                added[place] = AddResult(item.id, is_new=False)
+            seen.add(item.id)

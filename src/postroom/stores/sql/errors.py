@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...errors import (
+    PostroomError,
     ReadOnlyStoreError,
+    SchemaMissingError,
     StoreAuthenticationError,
     StoreContentionError,
     StoreError,
     StorePermissionError,
     StoreTimeoutError,
     StoreUnavailableError,
+    TransactionAbortedError,
 )
 
-__all__ = ["ADVICE", "mysql_error", "postgres_error", "sqlite_error"]
+__all__ = [
+    "ADVICE",
+    "Fault",
+    "fault_without_code",
+    "mysql_error",
+    "mysql_fault",
+    "postgres_error",
+    "postgres_fault",
+    "sqlite_error",
+    "sqlite_fault",
+]
 
 #: What to do about an error, where the server does not say it.
-ADVICE: Final[Mapping[type[StoreError], str]] = {
+ADVICE: Final[Mapping[type[PostroomError], str]] = {
     StoreAuthenticationError: "check the user, the password and the name of the database",
     StoreUnavailableError: "check that the server runs, and its host and port",
     ReadOnlyStoreError: "connect to the primary",
@@ -77,6 +91,35 @@ _SQLITE: Final[Mapping[str, type[StoreError]]] = {
 }
 
 
+#: MySQL's "got error during COMMIT", which does not say on which side of it.
+_DURING_COMMIT: Final = 1180
+_NO_TABLE: Final = 1146
+#: MySQL's "SAVEPOINT does not exist".
+_NO_SAVEPOINT: Final = 1305
+#: What libraries say without a code; a cursor that is closed is the fault of whoever uses it.
+_CLOSED: Final = re.compile(r"connection (is|was|has been) closed")
+_GONE: Final = frozenset({"OperationalError", "InternalClientError"})
+
+
+class Fault(NamedTuple):
+    """What an error of a database library means."""
+
+    #: `StoreError` if it means nothing to postroom: a constraint that is violated, a syntax error.
+    kind: type[PostroomError]
+    #: Whether nothing was committed if this is the answer to COMMIT.
+    was_refused: bool
+    #: The error of the driver itself, which a framework may have wrapped.
+    cause: BaseException
+    #: Whether it says that the transaction has failed, or that its first savepoint is missing: it has ended.
+    is_aborted: bool = False
+    #: What its code alone means, None if it has none.
+    of_code: type[StoreError] | None = None
+    #: Whether the connection is known to be lost, whatever `kind` says.
+    is_lost: bool = False
+    #: What to raise in its place, where that is not `kind` with the words of the cause.
+    instead: PostroomError | None = None
+
+
 def postgres_error(sqlstate: str | None) -> type[StoreError]:
     """Return the error for an SQLSTATE."""
     code = sqlstate or ""
@@ -93,3 +136,41 @@ def sqlite_error(name: str) -> type[StoreError]:
     """Return the error for a result code, extended or not."""
     base = "_".join(name.split("_")[:2])
     return _SQLITE.get(base, StoreError)
+
+
+def postgres_fault(cause: BaseException, sqlstate: str, function: str | None = None) -> Fault:
+    """Return what an SQLSTATE means; ``function`` of the server reported it."""
+    of_code = postgres_error(sqlstate)
+    kind: type[PostroomError] = of_code
+    if sqlstate == "25P02":
+        kind = TransactionAbortedError
+    elif sqlstate in {"42P01", "3F000"}:
+        kind = SchemaMissingError
+    elif function == "ExecWithCheckOptions":
+        # Row-level security refused one row, under the code of a missing permission; only this tells the two apart in
+        # every language of the server.
+        kind = StoreError
+    was_refused = of_code is not StoreUnavailableError
+    return Fault(kind, was_refused, cause, is_aborted=kind is TransactionAbortedError, of_code=of_code)
+
+
+def mysql_fault(cause: BaseException, number: int) -> Fault:
+    """Return what an error number of MySQL or MariaDB means."""
+    of_code = mysql_error(number)
+    kind = SchemaMissingError if number == _NO_TABLE else of_code
+    was_refused = number != _DURING_COMMIT and of_code is not StoreUnavailableError
+    return Fault(kind, was_refused, cause, is_aborted=number == _NO_SAVEPOINT, of_code=of_code)
+
+
+def sqlite_fault(cause: BaseException, name: str) -> Fault:
+    """Return what a result code of SQLite means; without a connection to lose, every answer is a refusal."""
+    of_code = sqlite_error(name)
+    kind = SchemaMissingError if str(cause).startswith("no such table") else of_code
+    return Fault(kind, True, cause, is_aborted="no such savepoint" in str(cause), of_code=of_code)  # noqa: FBT003
+
+
+def fault_without_code(cause: BaseException) -> Fault:
+    """Return what an error without a code of the server means: the library may say that the connection is gone."""
+    names = {base.__name__ for base in type(cause).__mro__}
+    is_gone = isinstance(cause, OSError | EOFError) or not names.isdisjoint(_GONE) or _CLOSED.search(str(cause))
+    return Fault(StoreUnavailableError if is_gone else StoreError, False, cause)  # noqa: FBT003

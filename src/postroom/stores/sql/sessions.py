@@ -1,18 +1,24 @@
-"""What sessions and transactions on PostgreSQL are set to, as texts that need no prepared statement."""
+"""What sessions and transactions on PostgreSQL begin with, as texts that need no prepared statement."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Final, Literal, TypeAlias
+from uuid import UUID
 
-__all__ = ["Pooler", "begin_call", "call_settings", "handler_settings", "name_session", "set_session"]
+from .statement import Statement
+
+__all__ = ["Pooler", "begin_call", "call_settings", "handler_settings", "name_session", "set_session", "spelled"]
 
 #: What stands between a store and its server, and hands a server session to another client after each transaction.
 Pooler: TypeAlias = Literal["transaction"]
 
 #: How sessions of a store are found in `pg_stat_activity`. Not said at connect: older poolers pass it on to others.
 _NAME: Final = {"application_name": "postroom"}
+#: Means the same between quotes whatever the server is set to.
+_WORD: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 #: The longest time in milliseconds that a setting can hold.
 _LONGEST: Final = 2**31 - 1
 _DURABLE: Final = {"synchronous_commit": "on"}
@@ -79,3 +85,15 @@ def _set_local(settings: Mapping[str, str]) -> str:
 
 def _milliseconds(duration: timedelta) -> str:
     return str(min(max(duration // timedelta(milliseconds=1), 1), _LONGEST))
+
+
+def spelled(statement: Statement) -> str:
+    """Return a statement with its values in it: only a text can follow another in one message."""
+    return statement.spelled(_literal)
+
+
+def _literal(value: object) -> str:
+    """Write a value so that whatever is in it stays a value: in hexadecimal digits, unless it is a plain word."""
+    if isinstance(value, UUID) or _WORD.fullmatch(str(value)):
+        return f"'{value}'"
+    return f"convert_from(decode('{str(value).encode().hex()}', 'hex'), 'UTF8')"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
-__all__ = ["ParamStyle", "Result", "Row", "Script", "Statement", "run", "run_async"]
+__all__ = ["ParamStyle", "Result", "Row", "Script", "Statement"]
 
 T = TypeVar("T")
 
@@ -89,33 +89,3 @@ def _render(text: str, style: ParamStyle) -> tuple[str, tuple[str, ...]]:
 @lru_cache(maxsize=16)
 def _template(text: str) -> str:
     return _PARAMETER.sub(r"%(\1)s", text.replace("%", "%%"))
-
-
-def run(script: Script[T], execute: Callable[[Statement], Result]) -> T:
-    """Run a script to its end; an error of a statement is raised inside it, so that it may clean up."""
-    try:
-        statement = next(script)
-        while True:
-            try:
-                result = execute(statement)
-            except BaseException as error:  # noqa: BLE001 -- raised again by the script
-                statement = script.throw(error)
-            else:
-                statement = script.send(result)
-    except StopIteration as end:
-        return cast("T", end.value)
-
-
-async def run_async(script: Script[T], execute: Callable[[Statement], Awaitable[Result]]) -> T:
-    """Run a script to its end like `run`, awaiting every statement."""
-    try:
-        statement = next(script)
-        while True:
-            try:
-                result = await execute(statement)
-            except BaseException as error:  # noqa: BLE001 -- raised again by the script
-                statement = script.throw(error)
-            else:
-                statement = script.send(result)
-    except StopIteration as end:
-        return cast("T", end.value)

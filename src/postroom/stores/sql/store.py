@@ -1,4 +1,4 @@
-"""The store in an SQL database: one dialect, one driver, one table."""
+"""The store in an SQL database: one dialect, one pool, one table."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from .claiming import Walk
 from .dialects.mysql import MySQL
 from .dialects.postgres import PostgreSQL
 from .dialects.sqlite import SQLite
-from .driver import Driver
+from .driver import finish
 from .hints import Hints
 from .lanes import Lanes
 from .names import Names
+from .pool import Connector, NetworkPool, Pool
 from .schema import Schema
 from .schemas.mysql import MySQLSchema
 from .schemas.postgres import PostgresSchema
 from .schemas.sqlite import SQLiteSchema
 from .sessions import Pooler
-from .statement import Result, Row, Script, Statement, run
+from .statement import Result, Row, Script, Statement
 from .upgrade import SCHEMA_TIMEOUT, apply_schema
 from .url import Place
 
@@ -61,7 +62,7 @@ class SQLStore:
     def __init__(
         self,
         schema: Schema,
-        driver: Driver,
+        pool: Pool,
         *,
         namespace: str = DEFAULT_NAMESPACE,
         keep_delivered: timedelta = WEEK,
@@ -73,7 +74,7 @@ class SQLStore:
 
         Args:
             schema: The tables, in the words of one database.
-            driver: What runs statements on that database.
+            pool: Runs statements on that database.
             namespace: Whose messages these are.
             keep_delivered: How long delivered messages stay; zero deletes them at once, which is fastest.
             timeout: How long one call to the database may take.
@@ -90,7 +91,7 @@ class SQLStore:
         self.keep_delivered = keep_delivered
         self.schema = schema
         self._dialect = schema.dialect
-        self._driver = driver
+        self._pool = pool
         self._timeout = timeout
         self._is_open = False
         #: How many claims are made before suspects are asked for first.
@@ -123,15 +124,15 @@ class SQLStore:
     async def close(self) -> None:
         """Close all connections."""
         self._is_open = False
-        await self._driver.close()
+        await self._pool.close()
 
     async def apply_schema(self) -> bool:
         """Create the tables or bring them up to date while they are in use; return whether there was anything to do."""
-        return await apply_schema(self.schema, self._driver)
+        return await apply_schema(self.schema, self._pool)
 
     async def check_schema(self) -> list[str]:
         """Return how the tables differ from what this version needs; nothing is changed."""
-        return await self._driver.run(self.schema.check(), timeout=SCHEMA_TIMEOUT)
+        return await self._pool.run(self.schema.check(), timeout=SCHEMA_TIMEOUT)
 
     async def claim(self, limit: int, terms: ClaimTerms) -> list[Claim]:
         """Lease up to ``limit`` messages that are due."""
@@ -242,7 +243,7 @@ class SQLStore:
 
     async def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` at every hint of another process."""
-        await self._driver.listen(self._dialect.channel(self.namespace), wake, timeout=self._timeout)
+        await self._pool.listen(self._dialect.channel(self.namespace), wake, timeout=self._timeout)
 
     def outbox(self, *, wake: Callable[[], object] | None = None) -> Outbox:
         """Return what adds messages to this store, with its settings; ``wake`` is called after commits it notices."""
@@ -278,10 +279,10 @@ class SQLStore:
 
     def transactions(self) -> Transactions:
         """Return what opens transactions on connections of the store's own; always the same."""
-        return self._driver.transactions(timeout=self._timeout)
+        return self._pool.transactions(timeout=self._timeout)
 
     async def _run(self, script: Script[T], *, atomic: bool) -> T:
-        return await self._driver.run(script, atomic=atomic, timeout=self._timeout)
+        return await self._pool.run(script, atomic=atomic, timeout=self._timeout)
 
     async def _retrying(self, make: Callable[[], Script[T]]) -> T:
         for attempt in range(CONTENTION_RETRIES):
@@ -340,7 +341,7 @@ class PostgresStore(SQLStore):
         place = Place.parse(dsn, schemes=("postgresql", "postgres"))
         super().__init__(
             PostgresSchema(PostgreSQL(Names(table=table, schema=schema, inbox=inbox))),
-            _postgres_driver(driver)(place, size=connections, timeout=timeout, pooler=pooler),
+            NetworkPool(place, _connector(driver)(place, timeout=timeout, pooler=pooler), size=connections),
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
@@ -422,14 +423,14 @@ class MySQLStore(SQLStore):
         **outbox: Unpack[OutboxSettings],
     ) -> None:
         """Set up a store on ``url``, which begins with ``mysql://`` or ``mariadb://``."""
-        from .drivers.asyncmy import AsyncmyDriver  # noqa: PLC0415 -- an extra
+        from .drivers.mysql import AsyncmyConnector  # noqa: PLC0415 -- an extra
 
         check_text("url", url)
         check_count("connections", connections)
         place = Place.parse(url, schemes=("mysql", "mariadb"))
         super().__init__(
             MySQLSchema(MySQL(Names(table=table, inbox=inbox))),
-            AsyncmyDriver(place, size=connections),
+            NetworkPool(place, AsyncmyConnector(place), size=connections),
             namespace=namespace,
             keep_delivered=keep_delivered,
             timeout=timeout,
@@ -470,7 +471,7 @@ class SQLiteStore(SQLStore):
             wal: Switch the file to write-ahead logging, which is for good and for all who use it.
             outbox: Settings of the store's `outbox`: ``codec``, ``limits``, ``strict_order``, ``opaque_dedupe_keys``.
         """
-        from .drivers.sqlite import SQLiteDriver  # noqa: PLC0415 -- loads the C library
+        from .sqlite_pool import SQLitePool  # noqa: PLC0415 -- loads the C library
 
         check_duration("timeout", timeout)
         check_flag("wal", wal)
@@ -478,7 +479,7 @@ class SQLiteStore(SQLStore):
             raise ConfigurationError(
                 "a SQLite store needs a file, since a dispatcher opens it again; or use MemoryStore"
             )
-        self._file = SQLiteDriver(Path(path), wal=wal, busy_timeout=timeout / 2)
+        self._file = SQLitePool(Path(path), wal=wal, busy_timeout=timeout / 2)
         super().__init__(
             SQLiteSchema(SQLite(Names(table=table, inbox=inbox))),
             self._file,
@@ -515,26 +516,23 @@ class SQLiteStore(SQLStore):
         connection: sqlite3.Connection, *, table: str = "postroom_outbox", inbox: str = "postroom_inbox"
     ) -> None:
         """Create the tables through a connection of your own, in its transaction if one is open."""
-
-        def execute(statement: Statement) -> Result:
-            sql, params = statement.bind("qmark", arrays=False)
-            cursor = connection.execute(sql, params)
-            return Result(cursor.fetchall() if statement.returns else (), cursor.rowcount)
+        from .drivers.sqlite import SQLiteDriver  # noqa: PLC0415 -- loads the C library
 
         was_in_transaction = connection.in_transaction
-        run(SQLiteSchema(SQLite(Names(table=table, inbox=inbox))).apply(), execute)
+        schema = SQLiteSchema(SQLite(Names(table=table, inbox=inbox)))
+        finish(SQLiteDriver(is_async=False).run(connection, schema.apply()))
         if connection.in_transaction and not was_in_transaction:
             connection.commit()  # of the transaction that sqlite3 opens by itself before an INSERT
 
 
-def _postgres_driver(name: Literal["asyncpg", "psycopg"]) -> Callable[..., Driver]:
-    if name == "asyncpg":
-        from .drivers.asyncpg import AsyncpgDriver  # noqa: PLC0415 -- an extra
+def _connector(driver: Literal["asyncpg", "psycopg"]) -> Callable[..., Connector]:
+    if driver == "asyncpg":
+        from .drivers.asyncpg import AsyncpgConnector  # noqa: PLC0415 -- an extra
 
-        return AsyncpgDriver
-    from .drivers.psycopg import PsycopgDriver  # noqa: PLC0415 -- an extra
+        return AsyncpgConnector
+    from .drivers.psycopg import PsycopgConnector  # noqa: PLC0415 -- an extra
 
-    return PsycopgDriver
+    return PsycopgConnector
 
 
 def _one(statement: Statement) -> Script[Result]:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Final
 
 from ...errors import StoreContentionError
-from .driver import Driver
+from .pool import Pool
 from .schema import Change, Schema
 
 __all__ = ["SCHEMA_TIMEOUT", "apply_schema"]
@@ -30,22 +30,22 @@ GROWTH: Final = 1.5
 REST: Final = 4
 
 
-async def apply_schema(schema: Schema, driver: Driver) -> bool:
+async def apply_schema(schema: Schema, pool: Pool) -> bool:
     """Create the tables or bring them up to date; return whether there was anything to do."""
-    due = await driver.run(schema.due(), timeout=SCHEMA_TIMEOUT)
+    due = await pool.run(schema.due(), timeout=SCHEMA_TIMEOUT)
     wait = FIRST_WAIT
     for change in due:
-        wait = await _make(schema, driver, change, wait)
-    is_mended = await driver.run(schema.mend(), timeout=SCHEMA_TIMEOUT)
+        wait = await _make(schema, pool, change, wait)
+    is_mended = await pool.run(schema.mend(), timeout=SCHEMA_TIMEOUT)
     return is_mended or bool(due)
 
 
-async def _make(schema: Schema, driver: Driver, change: Change, wait: timedelta) -> timedelta:
+async def _make(schema: Schema, pool: Pool, change: Change, wait: timedelta) -> timedelta:
     """Add one part, and return how long it waited for its table; an attempt that does not get it soon is repeated."""
     deadline = time.monotonic() + GIVE_UP_AFTER.total_seconds()
     while True:
         try:
-            await driver.run(schema.make(change, wait=wait), atomic=change.is_atomic, timeout=BUILD_TIMEOUT)
+            await pool.run(schema.make(change, wait=wait), atomic=change.is_atomic, timeout=BUILD_TIMEOUT)
         except StoreContentionError as error:
             if time.monotonic() > deadline:
                 raise _blocked(schema, change) from error

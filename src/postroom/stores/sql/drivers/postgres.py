@@ -1,23 +1,23 @@
-"""What the drivers of PostgreSQL have in common: how their sessions are set, directly and behind a pooler."""
+"""Connections of a store's own to PostgreSQL: how their sessions are set, directly and behind a pooler."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from abc import abstractmethod
 from datetime import timedelta
+from functools import partial
 from typing import Final, TypeVar
 
 from ....errors import ConfigurationError, PoolerError, StoreTimeoutError
-from ..driver import NetworkDriver
+from ..driver import Foreign, Steps, finish_async, steps_of
+from ..pool import Connector
 from ..sessions import Pooler, begin_call, call_settings, handler_settings, name_session, set_session
-from ..statement import Result, Script, Statement, run_async
+from ..statement import Result, Script, Statement
 from ..url import Place
 
-__all__ = ["PostgresDriver"]
+__all__ = ["PostgresConnector"]
 
-C = TypeVar("C")
 T = TypeVar("T")
 
 #: How many seconds a second session may take to be had; a pooler whose sessions are all in use has none for long.
@@ -30,20 +30,19 @@ _NEEDS_SESSION: Final = re.compile(r"\bCONCURRENTLY\b|\bpg_(try_)?advisory_(un)?
 _IDENTITY: Final = Statement("SELECT pg_backend_pid(), pg_postmaster_start_time()", {}, returns=True)
 
 
-class PostgresDriver(NetworkDriver[C]):
-    """A pool of connections to PostgreSQL.
+class PostgresConnector(Connector):
+    """Opens connections to PostgreSQL.
 
     Connected directly, or to a pooler that keeps a session for each client, the store's own sessions are set once. With
     ``pooler="transaction"`` every statement is a transaction that sets itself, and no statement is prepared by name.
     Sessions that handlers are given are named and never set; only their transactions are.
     """
 
-    def __init__(self, place: Place, *, size: int, timeout: timedelta | None, pooler: Pooler | None) -> None:
-        super().__init__(place, size=size)
-        self._dsn = place.dsn
+    def __init__(self, place: Place, *, timeout: timedelta | None = None, pooler: Pooler | None = None) -> None:
+        self._place = place
         self._pooler = pooler
         self._settings = call_settings(timeout)
-        self._handler_settings = handler_settings(None)
+        self.handler_settings: str = handler_settings(None)
         #: The longest time that a consumer gives its handlers: zero before there is one, None for no limit.
         self._handler_timeout: timedelta | None = timedelta(0)
         #: Whether a pooler stands in between, and was found to keep a session for each client.
@@ -51,20 +50,20 @@ class PostgresDriver(NetworkDriver[C]):
         self.begin: str = "BEGIN" if pooler is None else begin_call(self._settings)
 
     @abstractmethod
-    async def dial(self, *, prepares: bool) -> C:
+    async def dial(self, *, prepares: bool) -> Foreign:
         """Open a connection with the defaults of its server; without ``prepares`` it names no prepared statement."""
 
     @abstractmethod
-    def backend_pid(self, connection: C) -> int:
+    def backend_pid(self, connection: Foreign) -> int:
         """Return the process that the server named when the connection was opened."""
 
-    async def connect(self) -> C:
+    async def connect(self) -> Foreign:
         return await self._dialled(set_session(self._settings))
 
-    async def connect_plain(self) -> C:
+    async def connect_plain(self) -> Foreign:
         return await self._dialled(name_session())
 
-    async def _dialled(self, first: str) -> C:
+    async def _dialled(self, first: str) -> Foreign:
         """Return a connection once ``first`` has run on it, which it never does on a session that clients share."""
         connection = await self.dial(prepares=self._pooler is None)
         if self._pooler is not None:
@@ -72,26 +71,26 @@ class PostgresDriver(NetworkDriver[C]):
         try:
             is_done = await self._run_first(connection, first)
         except BaseException:
-            self._discard(connection)
+            self.discard(connection)
             raise
         if is_done:
             return connection
         # Poolers make up the number of the server process, so something stands in between.
-        self._discard(connection)
+        self.discard(connection)
         if await self._shares_sessions():
             raise PoolerError(str(self._place))
         self._has_sessions = True
         return await self._dialled(first)
 
-    async def _run_first(self, connection: C, text: str) -> bool:
+    async def _run_first(self, connection: Foreign, text: str) -> bool:
         """Run a SELECT, only if the session is that of the server process which the connection was opened with."""
         condition = "" if self._has_sessions else f" WHERE pg_backend_pid() = {self.backend_pid(connection)}"
-        answer = await self.execute(connection, Statement(text + condition, {}))
+        answer = await finish_async(self.driver.execute(connection, Statement(text + condition, {})))
         return answer.count > 0
 
     async def _shares_sessions(self) -> bool:
         """Tell whether two connections are given the session of one server process, or one connection those of two."""
-        connections: list[C] = []
+        connections: list[Foreign] = []
         try:
             async with asyncio.timeout(_EXAMINATION):
                 for _ in range(2):
@@ -104,41 +103,33 @@ class PostgresDriver(NetworkDriver[C]):
             ) from None
         finally:
             for connection in connections:
-                self._discard(connection)
+                self.discard(connection)
 
-    async def _are_mixed(self, connections: list[C]) -> bool:
+    async def _are_mixed(self, connections: list[Foreign]) -> bool:
         seen: list[set[tuple[object, ...]]] = [set(), set()]
         for turn in _TURNS:
-            answer = await self._work(connections[turn], _one(_IDENTITY), atomic=True)
+            answer = await finish_async(self.run(connections[turn], _one(_IDENTITY), atomic=True))
             seen[turn].add(tuple(answer.rows[0]))
         return max(map(len, seen)) > 1 or seen[0] == seen[1]
 
-    async def _work(self, connection: C, script: Script[T], *, atomic: bool) -> T:
+    def run(self, connection: Foreign, script: Script[T], *, atomic: bool) -> Steps[T]:
         if atomic or self._pooler is None:
-            return await super()._work(connection, script, atomic=atomic)
-        return await run_async(script, lambda statement: self._execute_alone(connection, statement))
+            return super().run(connection, script, atomic=atomic)
+        return steps_of(script, partial(self._execute_alone, connection))
 
-    async def _execute_alone(self, connection: C, statement: Statement) -> Result:
+    def _execute_alone(self, connection: Foreign, statement: Statement) -> Steps[Result]:
         """Run one statement in a transaction of its own, with its settings."""
         if _NEEDS_SESSION.search(statement.text):
             raise ConfigurationError(
                 "this change of the schema needs a session of its own, which a pooler in transaction mode does not "
                 "give; run `postroom schema apply` on a direct connection to PostgreSQL"
             )
-        await self.execute(connection, Statement(self.begin, {}))
-        try:
-            result = await self.execute(connection, statement)
-        except Exception:
-            with contextlib.suppress(Exception):  # the statement's error says more
-                await self.execute(connection, Statement("ROLLBACK", {}))
-            raise
-        await self.execute(connection, Statement("COMMIT", {}))
-        return result
+        return (yield from super().run(connection, _one(statement), atomic=True))
 
     def limit_handlers(self, timeout: timedelta | None) -> None:
         longest = self._handler_timeout
         self._handler_timeout = None if longest is None or timeout is None else max(longest, timeout)
-        self._handler_settings = handler_settings(self._handler_timeout)
+        self.handler_settings = handler_settings(self._handler_timeout)
 
 
 def _one(statement: Statement) -> Script[Result]:

@@ -1,106 +1,193 @@
-"""PostgreSQL through psycopg 3."""
+"""PostgreSQL through psycopg 3, async or not."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import traceback
-from collections.abc import Callable, Generator
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from typing import Final
 
-from ....errors import MissingExtraError, StoreError, StoreUnavailableError
-from ..errors import postgres_error
-from ..sessions import Pooler
+from ....errors import (
+    CommitUnknownError,
+    MissingExtraError,
+    NotInTransactionError,
+    StoreAuthenticationError,
+    StoreError,
+    TransactionAbortedError,
+)
+from ..commit_errors import lost
+from ..driver import Begun, Driver, Foreign, Steps, require_open
+from ..errors import Fault, fault_without_code, postgres_fault
+from ..sessions import spelled
+from ..source import Source
 from ..statement import Result, Statement
-from ..transactions.block import Link
-from ..transactions.network import PsycopgLink, Source
-from ..url import Place
-from .postgres import PostgresDriver
+from .postgres import PostgresConnector
 
 try:
     import psycopg
     from psycopg import sql
-    from psycopg.rows import TupleRow
+    from psycopg.rows import tuple_row
 except ImportError as _error:
     raise MissingExtraError("psycopg", "psycopg") from _error
 
-__all__ = ["PsycopgDriver"]
+__all__ = ["CONNECTIONS", "POOLS", "PsycopgConnector", "PsycopgDriver", "classify"]
 
 #: After how many executions psycopg prepares a statement by name, as it does by default.
-_PREPARED_AFTER = 5
+_PREPARED_AFTER: Final = 5
 #: What a refused login says; it carries no code.
-_REFUSALS = (
+_REFUSALS: Final = (
     *("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied"),
     "not permitted to log in",
 )
 
 
-class PsycopgDriver(PostgresDriver["psycopg.AsyncConnection[TupleRow]"]):
-    """Async connections of psycopg."""
+class PsycopgDriver(Driver):
+    """psycopg's connections; a transaction refuses a commit by anybody else."""
 
-    def __init__(
-        self, place: Place, *, size: int = 5, timeout: timedelta | None = None, pooler: Pooler | None = None
-    ) -> None:
-        super().__init__(place, size=size, timeout=timeout, pooler=pooler)
+    dialect = "postgresql"
+    arrays = True
 
-    async def dial(self, *, prepares: bool) -> psycopg.AsyncConnection[TupleRow]:
-        try:
-            threshold = _PREPARED_AFTER if prepares else None
-            return await psycopg.AsyncConnection.connect(self._dsn, autocommit=True, prepare_threshold=threshold)
-        except BaseException as error:
-            _close_half_made(error)
-            raise
+    def __init__(self, *, is_async: bool) -> None:
+        self.is_async: bool = is_async
+        self.takes_along: bool = is_async
 
-    def backend_pid(self, connection: psycopg.AsyncConnection[TupleRow]) -> int:
-        return connection.info.backend_pid
+    def require_transaction(self, connection: Foreign) -> Steps[None]:
+        status = connection.info.transaction_status.name
+        if status == "INERROR":
+            raise TransactionAbortedError
+        if connection.autocommit and status != "INTRANS":
+            raise NotInTransactionError("open one with `with connection.transaction():`, or leave autocommit off")
+        yield from ()
 
-    def link(self, source: Source) -> Link:
-        return PsycopgLink(source, self._handler_settings)
+    def cursor(self, connection: Foreign) -> Foreign:
+        # Not by connection.cursor(): the caller's factory may make cursors with other parameters.
+        kind = psycopg.AsyncCursor if self.is_async else psycopg.Cursor
+        return kind(connection, row_factory=tuple_row)
 
-    async def execute(self, connection: psycopg.AsyncConnection[TupleRow], statement: Statement) -> Result:
-        text, params = statement.bind("format", arrays=True)
-        # As bytes, since psycopg takes a str only if it is a literal, to keep values out; here they are parameters.
-        cursor = await connection.execute(text.encode(), params or None)
-        return Result(await cursor.fetchall() if statement.returns else (), cursor.rowcount)
+    def acquire(self, pool: Foreign) -> Steps[Foreign]:
+        return (yield pool.getconn())
 
-    def abort(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
-        # The socket is shut from outside: a cancelled wait would go on for seconds, and to close the socket while the
-        # event loop watches it would give its number to another connection.
+    def release(self, pool: Foreign, connection: Foreign, begun: Begun, *, is_sound: bool) -> Steps[None]:
+        if not is_sound:
+            yield connection.close()
+        yield pool.putconn(connection)  # it replaces a connection that is closed
+
+    def begin(
+        self, connection: Foreign, begun: Begun, *, settings: str = "", along: Statement | None = None
+    ) -> Steps[Result | None]:
+        begun.handle = yield from self.mark(connection, begun)
+        begun.note()
+        if not settings:
+            return None
+        # As one text without parameters: the mark costs no round trip more than the settings alone.
+        cursor = self.cursor(connection)
+        yield cursor.execute(settings + (spelled(along) if along else ""))
+        while cursor.nextset():
+            pass
+        return Result((), cursor.rowcount) if along else None
+
+    def check(self, connection: Foreign, begun: Begun) -> Steps[None]:
+        if connection.closed:
+            raise lost()  # psycopg itself would say nothing, and send nothing
+        require_open(is_open=connection.info.transaction_status.name == "INTRANS")
+        yield from ()
+
+    def commit(self, connection: Foreign, begun: Begun) -> Steps[None]:
+        yield from self.keep(connection, begun, begun.handle)
+        # Of a broken connection psycopg says nothing.
+        if connection.closed or not _is_idle(connection):
+            raise CommitUnknownError
+
+    def roll_back(self, connection: Foreign, begun: Begun) -> Steps[None]:
+        # Also where a handler has sent COMMIT: psycopg counts the transactions that it has not ended itself.
+        if not (_is_idle(connection) and begun.is_ending):
+            yield from self.undo(connection, begun, begun.handle)
+        if not _is_idle(connection):
+            raise TransactionAbortedError  # the rollback did not come about, and psycopg only logs why
+
+    def mark(self, connection: Foreign, begun: Begun) -> Steps[Foreign]:
+        savepoint = connection.transaction()
+        yield savepoint.__aenter__() if self.is_async else savepoint.__enter__()
+        return savepoint
+
+    def keep(self, connection: Foreign, begun: Begun, mark: Foreign) -> Steps[None]:
+        yield from self._leave(mark, None)
+
+    def undo(self, connection: Foreign, begun: Begun, mark: Foreign) -> Steps[None]:
+        yield from self._leave(mark, _Undone())
+
+    def _leave(self, savepoint: Foreign, error: Exception | None) -> Steps[None]:
+        kind = None if error is None else type(error)
+        yield savepoint.__aexit__(kind, error, None) if self.is_async else savepoint.__exit__(kind, error, None)
+
+    def is_closed(self, connection: Foreign, begun: Begun) -> bool:
+        return bool(connection.closed)
+
+    def abort(self, connection: Foreign, begun: Begun) -> None:
+        # The socket is shut, not closed: the event loop or a thread watches it, and its number may be another's soon.
         with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=connection.fileno()) as wire:
             with contextlib.suppress(OSError):
                 wire.shutdown(socket.SHUT_RDWR)
             wire.detach()
 
-    def free(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
+    def free(self, connection: Foreign) -> None:
         connection.pgconn.finish()
 
-    def kind_of(self, error: Exception) -> type[StoreError]:
-        if isinstance(error, psycopg.Error) and error.sqlstate is not None:
-            return postgres_error(error.sqlstate)
-        if isinstance(error, psycopg.OperationalError) and any(words in str(error) for words in _REFUSALS):
-            return postgres_error("28P01")
-        return StoreUnavailableError if isinstance(error, psycopg.OperationalError | OSError) else StoreError
 
-    async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
-        """Listen on a connection of its own until it breaks or the task is cancelled."""
-        connection = await self._listener(timeout)
+class _Undone(Exception):  # noqa: N818 -- it is never raised
+    """Tells psycopg to roll back."""
+
+
+def _is_idle(connection: Foreign) -> bool:
+    return bool(connection.info.transaction_status.name == "IDLE")
+
+
+_SYNC: Final = PsycopgDriver(is_async=False)
+_ASYNC: Final = PsycopgDriver(is_async=True)
+
+
+class PsycopgConnector(PostgresConnector):
+    """Opens async connections of psycopg for a store."""
+
+    driver = _ASYNC
+    lost = (OSError, psycopg.OperationalError)
+
+    async def dial(self, *, prepares: bool) -> Foreign:
+        threshold = _PREPARED_AFTER if prepares else None
         try:
-            await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
-            wake()  # what was notified before is not told again
-            async for _ in connection.notifies():
-                wake()
-        except psycopg.Error as error:
-            raise self._translated(error) from self._cause(error)
-        finally:
-            self.abort(connection)
-            self.free(connection)
-        raise StoreUnavailableError(f"{self._place}: the listening connection was closed")
+            return await psycopg.AsyncConnection.connect(self._place.dsn, autocommit=True, prepare_threshold=threshold)
+        except BaseException as error:
+            # The socket of a connection that did not come about: psycopg leaves it to the garbage collector.
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    def backend_pid(self, connection: Foreign) -> int:
+        pid: int = connection.info.backend_pid
+        return pid
+
+    def kind_of(self, error: Exception) -> type[StoreError]:
+        kind = super().kind_of(error)
+        is_refusal = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
+        return StoreAuthenticationError if is_refusal and any(words in str(error) for words in _REFUSALS) else kind
+
+    async def listen(self, connection: Foreign, channel: str, wake: Callable[[], None]) -> None:
+        await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        wake()  # what was notified before is not notified again
+        async for _ in connection.notifies():
+            wake()
 
 
-def _close_half_made(error: BaseException) -> None:
-    """Close the socket of a connection that did not come about; psycopg leaves it to the garbage collector."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").startswith("psycopg."):
-            for value in frame.f_locals.values():
-                if isinstance(value, Generator):
-                    value.close()
+CONNECTIONS: Final[Mapping[str, Driver]] = {"psycopg.Connection": _SYNC, "psycopg.AsyncConnection": _ASYNC}
+POOLS: Final[Mapping[str, Callable[[Foreign], Source]]] = {
+    "psycopg_pool.ConnectionPool": lambda pool: Source(_SYNC, pool),
+    "psycopg_pool.AsyncConnectionPool": lambda pool: Source(_ASYNC, pool, is_limited=True),
+}
+
+
+def classify(error: BaseException) -> Fault:
+    """Return what an error of psycopg or its pool means."""
+    sqlstate = getattr(error, "sqlstate", None)
+    if not isinstance(sqlstate, str):
+        return fault_without_code(error)
+    return postgres_fault(error, sqlstate, getattr(getattr(error, "diag", None), "source_function", None))

@@ -1,147 +1,181 @@
-"""SQLite through the standard library, on a thread of its own."""
+"""SQLite through the standard library and aiosqlite, and transactions on a file."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sqlite3
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, Final, TypeAlias
 
 from ....errors import (
+    ConfigurationError,
+    NotInTransactionError,
     StoreContentionError,
-    StoreError,
     StoreFileMissingError,
-    StoreTimeoutError,
     StoreUnavailableError,
 )
-from ..errors import sqlite_error
-from ..statement import Result, Script, Statement, run
-from ..transactions.sqlite import FileTransactions
+from ..driver import ANCHOR, Begun, Driver, Foreign, Steps, require_open
+from ..errors import Fault, fault_without_code, sqlite_error, sqlite_fault
+from ..source import Source, Threads, Turns
+from ..statement import ParamStyle, Result, Row, Statement
 
-__all__ = ["SQLiteDriver", "connected"]
+__all__ = ["CONNECTIONS", "POOLS", "SQLiteDriver", "SQLiteFile", "classify", "connected"]
 
-T = TypeVar("T")
-
-
-class _Session:
-    """A thread and the connection that it alone uses."""
-
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="postroom-sqlite")
-        self.connection: sqlite3.Connection | None = None
-        #: The script that the thread is busy with.
-        self.running: object = None
-
-    def disconnect(self) -> None:
-        """Close the connection, on the thread."""
-        if self.connection is not None:
-            self.connection.close()
+#: How many seconds a transaction holds the writer for long, and for how many it is left to others then.
+_LONG: Final = 0.25
+_MOMENT: Final = 0.12
+#: A connection, and the process that opened it.
+_Kept: TypeAlias = tuple[int, sqlite3.Connection]
+#: Kept, because to collect them would close what the parent of this process uses.
+_inherited: Final[list[_Kept]] = []
 
 
-class SQLiteDriver:
-    """One connection on one thread: a script costs one hop, whatever it does."""
+class SQLiteDriver(Driver):
+    """Connections of the standard library, or of aiosqlite, whose thread goes on with what was begun."""
 
-    def __init__(self, path: Path, *, wal: bool = True, busy_timeout: timedelta = timedelta(seconds=5)) -> None:
-        self._path = path
-        self._wal = wal
-        self._busy_timeout = busy_timeout
-        self._session: _Session | None = None
-        self._transactions: FileTransactions | None = None
-        self._pid = os.getpid()
-        self._inherited: list[object] = []
+    dialect = "sqlite"
+    style: ClassVar[ParamStyle] = "qmark"
+    # The write lock comes first: a transaction that reads and then writes would fail as "locked", not wait.
+    begins_with: ClassVar[str] = "BEGIN IMMEDIATE"
 
-    async def run(self, script: Script[T], *, atomic: bool = True, timeout: timedelta) -> T:  # noqa: ASYNC109
-        """Run a script as one transaction, which is the only way SQLite writes."""
-        self._notice_fork()
-        session = self._session = self._session or _Session()
-        # Cancelled or late, it is not begun any more; what was begun goes on to its end.
-        work = asyncio.get_running_loop().run_in_executor(session.thread, self._work, session, script)
+    def __init__(self, *, is_async: bool) -> None:
+        self.is_async: bool = is_async
+
+    def require_transaction(self, connection: Foreign) -> Steps[None]:
+        if connection.in_transaction:
+            return
+        # Only the connection's own thread may ask for its mode.
+        mode = (yield connection._execute(_mode, connection._conn)) if self.is_async else _mode(connection)  # noqa: SLF001
+        # In the legacy mode an isolation level makes the first write begin a transaction.
+        if not (connection.isolation_level is not None if mode == -1 else not mode):
+            raise NotInTransactionError("run `BEGIN IMMEDIATE` first")
+
+    def execute(self, connection: Foreign, statement: Statement) -> Steps[Result]:
+        sql, params = statement.bind(self.style, arrays=False)
+        cursor = yield connection.execute(sql, params)
         try:
-            async with asyncio.timeout(timeout.total_seconds()):
-                return await work
-        except TimeoutError:
-            if session.running is script and session.connection is not None:
-                session.connection.interrupt()
-            raise StoreTimeoutError(f"{self._path} did not answer within {timeout.total_seconds():g} s") from None
-
-    def _notice_fork(self) -> None:
-        """Let a forked child begin anew: it has no thread, and SQLite must not be carried over a fork."""
-        if self._pid != os.getpid():
-            # Kept, because to collect them would close what the parent uses.
-            self._inherited += [self._session, self._transactions]
-            self._session, self._transactions, self._pid = None, None, os.getpid()
-
-    def _work(self, session: _Session, script: Script[T]) -> T:
-        session.running = script
-        try:
-            connection = session.connection = session.connection or self._connect()
-            return self._transact(connection, script)
-        except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorname", None)
-            kind = sqlite_error(code) if code else StoreError
-            raise kind(f"{self._path}: {error}") from error
+            cursor.row_factory = None
+            return Result(_as_text((yield cursor.fetchall())) if statement.returns else (), cursor.rowcount)
         finally:
-            session.running = None
+            yield cursor.close()
 
-    def _connect(self, *, any_thread: bool = False) -> sqlite3.Connection:
-        return connected(self._path, wal=self._wal, busy_timeout=self._busy_timeout, any_thread=any_thread)
+    def goes_on(self, connection: Foreign) -> bool:
+        # A statement whose rows are not fetched keeps the database locked, even when its connection is closed.
+        return True
 
-    def _transact(self, connection: sqlite3.Connection, script: Script[T]) -> T:
-        # The write lock comes first: a transaction that reads and then writes would fail as "locked", not wait.
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            result = run(script, lambda statement: _execute(connection, statement))
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
-        return result
+    def acquire(self, pool: Foreign) -> Steps[Foreign]:
+        """Return the caller's one connection, which is the pool."""
+        if not self.is_async:
+            try:
+                pool.cursor().close()
+            except sqlite3.ProgrammingError as error:
+                raise ConfigurationError(
+                    "the connection is bound to the thread that made it, or closed; open it with "
+                    "check_same_thread=False, or pass the path of the file"
+                ) from error
+        yield from ()
+        return pool
 
-    async def create(self) -> None:
-        """Create an empty file unless there is one."""
-        try:
-            await asyncio.to_thread(self._path.touch)
-        except OSError as error:
-            raise StoreUnavailableError(f"{self._path} cannot be created: {error.strerror}") from error
+    def release(self, pool: Foreign, connection: Foreign, begun: Begun, *, is_sound: bool) -> Steps[None]:
+        if not is_sound and begun.is_begun and connection.in_transaction:
+            yield connection.rollback()
 
-    async def listen(self, channel: str, wake: Callable[[], None], *, timeout: timedelta) -> None:  # noqa: ASYNC109
-        """Return at once: SQLite notifies nobody."""
+    def begin(
+        self, connection: Foreign, begun: Begun, *, settings: str = "", along: Statement | None = None
+    ) -> Steps[Result | None]:
+        # Since 3.12 a connection may be asked to be in a transaction always.
+        if not (connection.in_transaction and not self.is_async and _mode(connection) == 0):
+            return (yield from super().begin(connection, begun))
+        begun.note()
+        yield from self.command(connection, ANCHOR)
+        return None
 
-    def transactions(self, *, timeout: timedelta) -> FileTransactions:
-        """Return what opens transactions on a connection of their own."""
-        self._notice_fork()
-        if self._transactions is None:
-            self._transactions = FileTransactions(partial(self._connect, any_thread=True))
-        return self._transactions
+    def check(self, connection: Foreign, begun: Begun) -> Steps[None]:
+        # Some errors, such as a full disk, end the whole transaction.
+        require_open(is_open=connection.in_transaction)
+        yield from super().check(connection, begun)
 
-    async def close(self) -> None:
-        """Close the connections and end the thread."""
-        closed = self.disconnect()
-        if closed is not None:
-            # Who stops waiting must not leave the connection open.
-            await asyncio.shield(asyncio.wrap_future(closed))
+    def is_closed(self, connection: Foreign, begun: Begun) -> bool:
+        return False
 
-    def disconnect(self) -> Future[None] | None:
-        """Have the thread close its connection and end, behind what it is busy with; return what can be waited for.
+    def abort(self, connection: Foreign, begun: Begun) -> None:
+        with suppress(Exception, StopIteration):
+            interrupted = connection.interrupt()
+            if self.is_async:
+                interrupted.send(None)  # it is called at once, although it may be awaited
 
-        A connection that the thread is still making is closed too, and the one that is kept for handlers.
-        """
-        self._notice_fork()
-        if self._transactions is not None:
-            self._transactions.close()
-        session, self._session = self._session, None
-        if session is None:
-            return None
-        closed = session.thread.submit(session.disconnect)
-        session.thread.shutdown(wait=False)
-        return closed
+
+def _mode(connection: Foreign) -> int:
+    """Return ``autocommit`` of a connection, which there is since Python 3.12; -1 stands for the legacy mode."""
+    return int(getattr(connection, "autocommit", -1))
+
+
+def _as_text(rows: Sequence[Row]) -> list[Row]:
+    """Undo a ``text_factory`` of the caller's that answers with bytes."""
+    return [[bytes(value).decode() if isinstance(value, bytes | bytearray) else value for value in row] for row in rows]
+
+
+_SYNC: Final = SQLiteDriver(is_async=False)
+_ASYNC: Final = SQLiteDriver(is_async=True)
+
+
+class SQLiteFile(Source):
+    """A file, on which one transaction follows another, on a connection that is kept for the next one.
+
+    A transaction that held the writer for long leaves it to others for a moment. Who waits for a lock of SQLite's asks
+    again and again, up to a tenth of a second apart: a queue of handlers would take the lock each time before anybody
+    else asks, and a dispatcher could not renew its leases, in any process.
+    """
+
+    def __init__(self, path: Path, connect: Callable[[], sqlite3.Connection] | None = None) -> None:
+        super().__init__(_SYNC, path, lanes=Threads(1))
+        self._connect = connect or (
+            lambda: connected(path, wal=False, busy_timeout=timedelta(seconds=5), any_thread=True)
+        )
+        self._kept: list[_Kept] = []
+        self._free_at = 0.0
+        weakref.finalize(self, _close, self._kept)
+
+    def acquire(self) -> Steps[Foreign]:
+        if self._free_at and (left := self._free_at - time.monotonic()) > 0:
+            time.sleep(left)  # on a thread of the transaction's own
+        yield from ()
+        return _own(self._kept) or self._connect()
+
+    def release(self, connection: Foreign, begun: Begun, *, is_sound: bool) -> Steps[None]:
+        if begun.is_begun:
+            now = time.monotonic()
+            self._free_at = now + _MOMENT if now - begun.since > _LONG else 0.0
+        if is_sound and not self._kept:
+            self._kept.append((os.getpid(), connection))
+        else:
+            connection.close()
+        yield from ()
+
+    def close(self) -> None:
+        """Close the connection that is kept."""
+        _close(self._kept)
+
+
+def _close(kept: list[_Kept]) -> None:
+    connection = _own(kept)
+    if connection is not None:
+        connection.close()
+
+
+def _own(kept: list[_Kept]) -> sqlite3.Connection | None:
+    """Take the connection that is kept, unless it was carried over a fork, which SQLite does not bear."""
+    while kept:
+        one = kept.pop()
+        if one[0] == os.getpid():
+            return one[1]
+        _inherited.append(one)
+    return None
 
 
 def connected(path: Path, *, wal: bool, busy_timeout: timedelta, any_thread: bool) -> sqlite3.Connection:
@@ -180,7 +214,15 @@ def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
             return
 
 
-def _execute(connection: sqlite3.Connection, statement: Statement) -> Result:
-    sql, params = statement.bind("qmark", arrays=False)
-    cursor = connection.execute(sql, params)
-    return Result(cursor.fetchall() if statement.returns else (), cursor.rowcount)
+CONNECTIONS: Final[Mapping[str, Driver]] = {"sqlite3.Connection": _SYNC, "aiosqlite.Connection": _ASYNC}
+POOLS: Final[Mapping[str, Callable[[Foreign], Source]]] = {
+    "sqlite3.Connection": lambda connection: Source(_SYNC, connection, lanes=Threads(1), is_shared=True),
+    "aiosqlite.Connection": lambda connection: Source(_ASYNC, connection, lanes=Turns(), is_shared=True),
+}
+
+
+def classify(error: BaseException) -> Fault:
+    """Return what an error of SQLite means."""
+    if not isinstance(error, sqlite3.Error):
+        return fault_without_code(error)  # a warning
+    return sqlite_fault(error, getattr(error, "sqlite_errorname", ""))
