@@ -21,10 +21,13 @@ from typing import Any, Final, TypeAlias
 
 import asyncmy.errors
 import asyncpg
+import django.core.exceptions  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
+import django.db.transaction  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import django.db.utils  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import psycopg
 import psycopg_pool
 import pymysql.err
+import pytest
 import sqlalchemy.exc
 from sqlalchemy.dialects.postgresql.asyncpg import AsyncAdapt_asyncpg_dbapi
 
@@ -307,3 +310,46 @@ def test_the_table_tells_errors_apart() -> None:
     assert kept["asyncpg", "", "UniqueViolationError(23505)"].startswith(f"{UNCHANGED} / ")
     assert kept["psycopg", "", "InFailedSqlTransaction(25P02)"].split(" / ")[4] == _short(TransactionAbortedError)
     assert kept["pymysql", "", "OperationalError(1180)"].split(" / ")[3] == "unknown"
+
+
+class OperationalError(Exception):
+    """As of mysqlclient, which Django uses by default, and for which postroom has no driver."""
+
+    __module__ = "MySQLdb"
+
+
+@pytest.mark.parametrize("wrap", [in_sqlalchemy, in_django])
+@pytest.mark.parametrize("number", MYSQL_NUMBERS)
+def test_a_framework_may_use_a_library_that_is_not_known(wrap: Callable[[Exception], Exception], number: int) -> None:
+    """A deadlock is no outage, and a COMMIT that was refused is not unknown."""
+    unknown, known = OperationalError(number, "it failed"), pymysql.err.OperationalError(number, "it failed")
+
+    assert meaning(wrap(unknown)) == meaning(wrap(known))
+
+
+def test_an_error_of_django_that_is_not_of_its_databases_means_nothing() -> None:
+    """Whatever a handler made it from: a message that is refused must not be tried for ever."""
+    error = django.core.exceptions.ValidationError("the address is unknown")
+    error.__cause__ = ConnectionResetError(104, "Connection reset by peer")
+
+    assert translated(error) is None
+    assert was_refused(error)
+
+
+@pytest.mark.parametrize("cause", [psycopg.errors.UndefinedTable("x"), psycopg.errors.InsufficientPrivilege("x")])
+def test_what_django_says_after_an_error_is_not_that_error(cause: Exception) -> None:
+    """It was about a table of the application's, not about the one that a statement of ours names."""
+    caught = django.db.utils.ProgrammingError("it failed")
+    caught.__cause__ = cause
+    error = django.db.transaction.TransactionManagementError("the transaction is broken")
+    error.__cause__ = caught
+
+    write(error)
+
+
+def test_an_error_that_sqlalchemy_made_of_another_keeps_its_meaning() -> None:
+    """Its adapter of aiosqlite makes an error of SQLite's of a ``ValueError``."""
+    made, plain = sqlite3.OperationalError("no active connection"), sqlite3.OperationalError("no active connection")
+    made.__cause__ = ValueError("no active connection")
+
+    assert meaning(in_sqlalchemy(made)) == meaning(in_sqlalchemy(plain))

@@ -22,11 +22,9 @@ from ...errors import (
 __all__ = [
     "ADVICE",
     "Fault",
-    "fault_without_code",
+    "fault_of",
     "mysql_error",
-    "mysql_fault",
     "postgres_error",
-    "postgres_fault",
     "sqlite_error",
     "sqlite_fault",
 ]
@@ -138,7 +136,7 @@ def sqlite_error(name: str) -> type[StoreError]:
     return _SQLITE.get(base, StoreError)
 
 
-def postgres_fault(cause: BaseException, sqlstate: str, function: str | None = None) -> Fault:
+def _postgres_fault(cause: BaseException, sqlstate: str, function: str | None) -> Fault:
     """Return what an SQLSTATE means; ``function`` of the server reported it."""
     of_code = postgres_error(sqlstate)
     kind: type[PostroomError] = of_code
@@ -154,7 +152,7 @@ def postgres_fault(cause: BaseException, sqlstate: str, function: str | None = N
     return Fault(kind, was_refused, cause, is_aborted=kind is TransactionAbortedError, of_code=of_code)
 
 
-def mysql_fault(cause: BaseException, number: int) -> Fault:
+def _mysql_fault(cause: BaseException, number: int) -> Fault:
     """Return what an error number of MySQL or MariaDB means."""
     of_code = mysql_error(number)
     kind = SchemaMissingError if number == _NO_TABLE else of_code
@@ -169,8 +167,16 @@ def sqlite_fault(cause: BaseException, name: str) -> Fault:
     return Fault(kind, True, cause, is_aborted="no such savepoint" in str(cause), of_code=of_code)  # noqa: FBT003
 
 
-def fault_without_code(cause: BaseException) -> Fault:
-    """Return what an error without a code of the server means: the library may say that the connection is gone."""
+def fault_of(cause: BaseException) -> Fault:
+    """Return what an error means by the code it carries, whatever library it is of; SQLite's carry a name."""
+    number = cause.args[0] if cause.args else None
+    if isinstance(number, int) and not isinstance(cause, OSError):
+        return _mysql_fault(cause, number)
+    sqlstate = getattr(cause, "sqlstate", None)
+    if isinstance(sqlstate, str):
+        function = getattr(getattr(cause, "diag", cause), "source_function", None)  # of psycopg
+        return _postgres_fault(cause, sqlstate, function or getattr(cause, "server_source_function", None))
+    # Without a code of the server, the library may say that the connection is gone.
     names = {base.__name__ for base in type(cause).__mro__}
     is_gone = isinstance(cause, OSError | EOFError) or not names.isdisjoint(_GONE) or _CLOSED.search(str(cause))
     return Fault(StoreUnavailableError if is_gone else StoreError, False, cause)  # noqa: FBT003

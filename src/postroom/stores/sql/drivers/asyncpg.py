@@ -14,7 +14,7 @@ from ....errors import (
 )
 from ..commit_errors import lost
 from ..driver import PROBE, Begun, Driver, Foreign, Steps, require_open
-from ..errors import Fault, fault_without_code, postgres_fault
+from ..errors import fault_of as classify
 from ..sessions import spelled
 from ..source import Source
 from ..statement import ParamStyle, Result, Statement
@@ -182,11 +182,3 @@ CONNECTIONS: Final[Mapping[str, Driver]] = dict.fromkeys(
 POOLS: Final[Mapping[str, Callable[[Foreign], Source]]] = {
     "asyncpg.Pool": lambda pool: Source(AsyncpgConnector.driver, pool, is_limited=True)
 }
-
-
-def classify(error: BaseException) -> Fault:
-    """Return what an error of asyncpg means."""
-    sqlstate = getattr(error, "sqlstate", None)
-    if not isinstance(sqlstate, str):
-        return fault_without_code(error)
-    return postgres_fault(error, sqlstate, getattr(error, "server_source_function", None))

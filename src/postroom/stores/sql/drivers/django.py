@@ -8,7 +8,7 @@ from typing import Final
 
 from ....errors import NotInTransactionError
 from ..driver import ANCHOR, PROBE, RELEASE, Begun, Driver, Foreign, Steps, Wake, hint, require_open
-from ..errors import Fault, fault_without_code
+from ..errors import Fault, fault_of
 from ..source import Source
 from ..statement import Result, Statement
 from . import classify as classify_cause
@@ -129,7 +129,14 @@ def database(alias: str) -> Source:
 
 
 def classify(error: BaseException) -> Fault | None:
-    """Return what an error of Django means: that of the driver, which it wraps."""
-    if error.__cause__ is None:
+    """Return what an error of Django's databases means: that of the driver, which it wraps."""
+    cause = error.__cause__
+    if cause is None or not _is_of_databases(error):
         return None
-    return classify_cause(error.__cause__) or fault_without_code(error.__cause__)
+    # The statements after an error that was caught fail because of that one, which says nothing about them; and of
+    # some drivers, such as mysqlclient, there is no module.
+    return (None if _is_of_databases(cause) else classify_cause(cause)) or fault_of(cause)
+
+
+def _is_of_databases(error: BaseException) -> bool:
+    return type(error).__module__.startswith("django.db")

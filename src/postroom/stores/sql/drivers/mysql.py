@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ....errors import ConfigurationError, MissingExtraError, NotInTransactionError
 from ..driver import Begun, Driver, Foreign, Steps
-from ..errors import Fault, fault_without_code, mysql_fault
+from ..errors import fault_of as classify
 from ..pool import Connector
 from ..source import Source
 from ..url import Place
@@ -117,9 +117,3 @@ CONNECTIONS: Final[Mapping[str, Driver]] = {
 POOLS: Final[Mapping[str, Callable[[Foreign], Source]]] = {
     "asyncmy.Pool": lambda pool: Source(_ASYNCMY, pool, is_limited=True)
 }
-
-
-def classify(error: BaseException) -> Fault:
-    """Return what an error of these libraries means."""
-    number = error.args[0] if error.args else None
-    return mysql_fault(error, number) if isinstance(number, int) else fault_without_code(error)

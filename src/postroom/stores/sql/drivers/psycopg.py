@@ -18,7 +18,7 @@ from ....errors import (
 )
 from ..commit_errors import lost
 from ..driver import Begun, Driver, Foreign, Steps, require_open
-from ..errors import Fault, fault_without_code, postgres_fault
+from ..errors import fault_of as classify
 from ..sessions import spelled
 from ..source import Source
 from ..statement import Result, Statement
@@ -183,11 +183,3 @@ POOLS: Final[Mapping[str, Callable[[Foreign], Source]]] = {
     "psycopg_pool.ConnectionPool": lambda pool: Source(_SYNC, pool),
     "psycopg_pool.AsyncConnectionPool": lambda pool: Source(_ASYNC, pool, is_limited=True),
 }
-
-
-def classify(error: BaseException) -> Fault:
-    """Return what an error of psycopg or its pool means."""
-    sqlstate = getattr(error, "sqlstate", None)
-    if not isinstance(sqlstate, str):
-        return fault_without_code(error)
-    return postgres_fault(error, sqlstate, getattr(getattr(error, "diag", None), "source_function", None))

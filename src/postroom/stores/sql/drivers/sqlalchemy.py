@@ -11,7 +11,7 @@ from typing import Final, TypeVar, cast
 from ....errors import NotInTransactionError, StoreError, TransactionAbortedError
 from ..commit_errors import lost
 from ..driver import ANCHOR, PROBE, RELEASE, Begun, Driver, Foreign, Steps, Wake, finish, hint, require_open
-from ..errors import Fault, fault_without_code
+from ..errors import Fault, fault_of
 from ..source import Source
 from ..statement import ParamStyle, Result, Statement
 from . import classify as classify_cause
@@ -243,8 +243,9 @@ def classify(error: BaseException) -> Fault | None:
     original: BaseException | None = getattr(error, "orig", None)
     if original is None:
         return None
-    # Its adapters of async drivers wrap errors once more.
-    fault = classify_cause(original.__cause__ or original) or fault_without_code(original)
+    # Its adapters of async drivers wrap errors once more; of some drivers, such as mysqlclient, there is no module.
+    inner = original.__cause__
+    fault = (inner and classify_cause(inner)) or classify_cause(original) or fault_of(original)
     if getattr(error, "connection_invalidated", False):
         return fault._replace(was_refused=False, is_lost=True)
     return fault

@@ -20,7 +20,7 @@ from ....errors import (
     StoreUnavailableError,
 )
 from ..driver import ANCHOR, Begun, Driver, Foreign, Steps, require_open
-from ..errors import Fault, fault_without_code, sqlite_error, sqlite_fault
+from ..errors import Fault, fault_of, sqlite_error, sqlite_fault
 from ..source import Source, Threads, Turns
 from ..statement import ParamStyle, Result, Row, Statement
 
@@ -224,5 +224,5 @@ POOLS: Final[Mapping[str, Callable[[Foreign], Source]]] = {
 def classify(error: BaseException) -> Fault:
     """Return what an error of SQLite means."""
     if not isinstance(error, sqlite3.Error):
-        return fault_without_code(error)  # a warning
+        return fault_of(error)  # a warning
     return sqlite_fault(error, getattr(error, "sqlite_errorname", ""))
