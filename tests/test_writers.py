@@ -38,6 +38,7 @@ from postroom import AddResult, Message, Outbox
 from postroom.errors import InvalidTopicError, NotInTransactionError, SchemaMissingError, TransactionAbortedError
 from postroom.stores import SQLStore, store_from_url
 from postroom.testing.clients import MariaDBClient, PostgresClient
+from postroom.testing.waiting import until
 
 if not settings.configured:
     settings.configure(DATABASES={}, USE_TZ=True)
@@ -791,10 +792,48 @@ async def test_a_session_that_does_not_begin_by_itself_is_refused_before_it_begi
     async with Library("session", PG, opener).opened(databases) as link:
         with pytest.raises(NotInTransactionError, match=r"session\.begin"):
             outbox.add(link.handle, {"n": 1}, topic="t")
+        with pytest.raises(NotInTransactionError, match=r"session\.begin"):
+            outbox.add(link.handle, {"n": 1}, topic="t", outside_transaction=True)
         with link.handle.begin():
             assert outbox.add(link.handle, {"n": 1}, topic="t").is_new
 
     assert stored(databases, named("psycopg"), outbox) == ["t"]
+
+
+async def test_a_scoped_session_is_that_of_the_task_which_adds(databases: Databases, outbox: Outbox) -> None:
+    """One that was made for the task which only calls ``add`` would never be closed."""
+
+    def scoped_by_task(engine: sa_asyncio.AsyncEngine) -> sa_asyncio.async_scoped_session[sa_asyncio.AsyncSession]:
+        return sa_asyncio.async_scoped_session(sa_asyncio.async_sessionmaker(engine), scopefunc=asyncio.current_task)
+
+    async with Library("scoped", LITE, alchemy_async("sqlite+aiosqlite", scoped_by_task)).opened(databases) as link:
+        adding = outbox.add(link.handle, {"n": 1}, topic="t")
+        is_made_here = link.handle.registry.has()
+
+        async def add() -> None:
+            await adding
+            await link.handle.rollback()
+            await link.handle.remove()
+
+        await asyncio.create_task(add())
+
+    assert not is_made_here
+
+
+async def test_a_cancelled_batch_stops_after_a_statement(databases: Databases, outbox: Outbox) -> None:
+    """The thread goes on with the one that it has begun, and nobody waits for the others."""
+    seen: list[str] = []
+    async with named("aiosqlite-begin").opened(databases) as link:
+        await link.begin()
+        await link.handle.set_trace_callback(seen.append)
+        adding = asyncio.create_task(outbox.add(link.handle, [{"n": n} for n in range(5000)], topic="t"))
+        await until(lambda: bool(seen), "the first statement")
+        adding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        await link.handle.set_trace_callback(None)
+
+    assert len(seen) < 3
 
 
 @pytest.mark.requirement("G11")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ __all__ = [
     "hint",
     "require_open",
     "steps_of",
+    "to_its_end",
 ]
 
 T = TypeVar("T")
@@ -77,6 +79,21 @@ async def finish_async(steps: Steps[T]) -> T:
                 awaitable = steps.send(answer)
     except StopIteration as end:
         return cast("T", end.value)
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work that is done on a thread, also when cancelled: the thread goes on in any case.
+
+    A statement of SQLite's whose rows nobody fetches keeps the database locked, even when its connection is closed.
+    """
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # the caller has other worries
+        raise
 
 
 def steps_of(script: Script[T], execute: Callable[[Statement], Steps[Result]]) -> Steps[T]:
@@ -168,10 +185,6 @@ class Driver:
     def in_one_hop(self, connection: Foreign, work: Callable[[Foreign], Steps[T]]) -> Steps[T]:
         """Take several steps on a connection, in one go where each would cost a change of thread or greenlet."""
         return work(connection)
-
-    def goes_on(self, connection: Foreign) -> bool:
-        """Tell whether a statement goes on when its caller is cancelled, and so must be waited for."""
-        return False
 
     def after_commit(self, connection: Foreign, wake: Wake) -> None:
         """Call ``wake`` after the commit, if the library tells of it."""

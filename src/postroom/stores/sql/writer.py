@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -131,9 +130,7 @@ class SQLWriter:
         """Run a task in the caller's transaction."""
         driver = self._driver
         steps = driver.in_one_hop(connection, partial(self._steps, task, wake))
-        if not driver.is_async:
-            return finish(steps)
-        return _to_its_end(steps) if driver.goes_on(connection) else finish_async(steps)
+        return finish_async(steps) if driver.is_async else finish(steps)
 
     def _steps(self, task: _Task[T], wake: Wake | None, connection: Foreign) -> Steps[T]:
         driver = self._driver
@@ -148,18 +145,3 @@ class SQLWriter:
         if wake is not None and (task.identifier == "outbox" or isinstance(answer, Enqueued)):
             driver.after_commit(connection, wake)
         return answer
-
-
-async def _to_its_end(steps: Steps[T]) -> T:
-    """Wait for steps that are taken on a thread, also when cancelled: the thread goes on in any case.
-
-    A statement of SQLite's whose rows nobody fetches keeps the database locked, even when its connection is closed.
-    """
-    task = asyncio.create_task(finish_async(steps))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # the caller has other worries
-        raise

@@ -10,7 +10,20 @@ from typing import Final, TypeVar, cast
 
 from ....errors import NotInTransactionError, StoreError, TransactionAbortedError
 from ..commit_errors import lost
-from ..driver import ANCHOR, PROBE, RELEASE, Begun, Driver, Foreign, Steps, Wake, finish, hint, require_open
+from ..driver import (
+    ANCHOR,
+    PROBE,
+    RELEASE,
+    Begun,
+    Driver,
+    Foreign,
+    Steps,
+    Wake,
+    finish,
+    hint,
+    require_open,
+    to_its_end,
+)
 from ..errors import Fault, fault_of
 from ..source import Source
 from ..statement import ParamStyle, Result, Statement
@@ -68,12 +81,8 @@ class SQLAlchemyDriver(Driver):
         holder = connection() if self._is_scoped else connection
         if not self.is_async:
             return (yield from work(holder))
-        return cast("T", (yield holder.run_sync(lambda inner: finish(work(inner)))))
-
-    def goes_on(self, connection: Foreign) -> bool:
-        holder = connection() if self._is_scoped else connection
-        bound: Foreign = holder.get_bind() if self._is_session else holder
-        return bool(bound.dialect.name == "sqlite")
+        called = holder.run_sync(lambda inner: finish(work(inner)))
+        return cast("T", (yield to_its_end(called) if self.dialect_of(holder) == "sqlite" else called))
 
     # -- inside the greenlet -----------------------------------------------------------------------------------------
 
@@ -82,11 +91,13 @@ class SQLAlchemyDriver(Driver):
         return str(bound.dialect.name)
 
     def _connection(self, holder: Foreign) -> Foreign:
-        return holder.connection() if self._is_session else holder
+        if not self._is_session:
+            return holder
+        if not holder.autobegin and not holder.in_transaction():
+            raise NotInTransactionError("call `session.begin()` first, since the session does not by itself")
+        return holder.connection()
 
     def require_transaction(self, connection: Foreign) -> Steps[None]:
-        if self._is_session and not connection.autobegin and not connection.in_transaction():
-            raise NotInTransactionError("call `session.begin()` first, since the session does not by itself")
         _require_transaction(self._connection(connection))
         yield from ()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final, TypeAlias, cast
 
 from ....errors import (
     ConfigurationError,
@@ -19,7 +19,7 @@ from ....errors import (
     StoreFileMissingError,
     StoreUnavailableError,
 )
-from ..driver import ANCHOR, Begun, Driver, Foreign, Steps, require_open
+from ..driver import ANCHOR, Begun, Driver, Foreign, Steps, finish_async, require_open, to_its_end
 from ..errors import Fault, fault_of, sqlite_error, sqlite_fault
 from ..source import Source, Threads, Turns
 from ..statement import ParamStyle, Result, Row, Statement
@@ -56,6 +56,10 @@ class SQLiteDriver(Driver):
             raise NotInTransactionError("run `BEGIN IMMEDIATE` first")
 
     def execute(self, connection: Foreign, statement: Statement) -> Steps[Result]:
+        steps = self._execute(connection, statement)
+        return cast("Result", (yield to_its_end(finish_async(steps)))) if self.is_async else (yield from steps)
+
+    def _execute(self, connection: Foreign, statement: Statement) -> Steps[Result]:
         sql, params = statement.bind(self.style, arrays=False)
         cursor = yield connection.execute(sql, params)
         try:
@@ -63,10 +67,6 @@ class SQLiteDriver(Driver):
             return Result(_as_text((yield cursor.fetchall())) if statement.returns else (), cursor.rowcount)
         finally:
             yield cursor.close()
-
-    def goes_on(self, connection: Foreign) -> bool:
-        # A statement whose rows are not fetched keeps the database locked, even when its connection is closed.
-        return True
 
     def acquire(self, pool: Foreign) -> Steps[Foreign]:
         """Return the caller's one connection, which is the pool."""
