@@ -64,7 +64,8 @@ class SQLiteDriver(Driver):
         cursor = yield connection.execute(sql, params)
         try:
             cursor.row_factory = None
-            return Result(_as_text((yield cursor.fetchall())) if statement.returns else (), cursor.rowcount)
+            rows = (yield cursor.fetchall()) if statement.returns else ()
+            return Result(rows if connection.text_factory is str else _as_text(rows), cursor.rowcount)
         finally:
             yield cursor.close()
 
