@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import sqlite3
 import threading
 import traceback
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -350,6 +352,26 @@ async def test_a_transaction_cannot_be_used_after_its_end(world: World) -> None:
     assert await world.rows() == []
 
 
+@every_kind
+async def test_a_transaction_that_has_ended_is_not_left_to_the_garbage_collector(world: World) -> None:
+    """Which would have to look for one with every message."""
+    transactions = transactions_of(world.pool)
+    async with transactions.begin():
+        pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        async with transactions.begin() as transaction:
+            pass
+        ended = weakref.ref(transaction)
+        del transaction
+        await asyncio.sleep(0)
+        assert ended() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.requirement("F-12", "F-13")
 @every_kind
 async def test_an_adapter_finds_the_connection_of_its_transaction(world: World) -> None:
@@ -647,6 +669,33 @@ def test_what_is_no_pool_is_refused(pool: object) -> None:
     """The error names what is accepted."""
     with pytest.raises(UnknownConnectionError, match="asyncpg's Pool"):
         transactions_for(pool)
+
+
+@pytest.mark.requirement("F-15")
+@every_server
+async def test_an_error_of_a_library_on_a_lost_connection_is_an_outage(world: World) -> None:
+    """Whatever it says; the loss may be the reason."""
+    with pytest.raises(StoreUnavailableError):
+        async with transactions_of(world.pool).begin() as transaction:
+            for statement in (KILL[world.family], "SELECT 1", "SELECT 1"):  # asyncmy notices late
+                with suppress(Exception):
+                    await world.run(transaction, statement)
+            raise sqlite3.IntegrityError("a constraint is violated")
+
+    assert await world.rows() == []
+
+
+@pytest.mark.requirement("G1")
+@pytest.mark.parametrize("kind", ["postgres-session-asyncpg", "postgres-session-sync"], indirect=True)
+async def test_what_a_session_writes_last_in_a_failed_transaction_says_that_it_had_failed(world: World) -> None:
+    """As everywhere else, and not that its own statement was refused."""
+    with pytest.raises(TransactionAbortedError):
+        async with transactions_of(world.pool).begin() as transaction:
+            with suppress(Exception):
+                await world.run(transaction, "SELECT * FROM no_such_table")
+            transaction.connection.add(Business(id=1))
+
+    assert await world.rows() == []
 
 
 @pytest.mark.requirement("G13", "F-15")

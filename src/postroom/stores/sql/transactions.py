@@ -166,7 +166,7 @@ class UnitOfWork:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the transaction."""
-        held = self._held
+        held, self._held = self._held, None  # which know each other, and are not left to the garbage collector so
         if held is None:
             raise TransactionClosedError
         callbacks = held.close()
