@@ -191,6 +191,26 @@ async def test_a_slow_sqlite_statement_is_interrupted_by_its_own_timeout_alone(s
     await pool.close()
 
 
+class Interruption(BaseException):
+    """As KeyboardInterrupt is: no Exception."""
+
+
+async def test_a_sqlite_script_that_is_interrupted_leaves_no_transaction(sqlite_path: Path) -> None:
+    """The next one could not begin."""
+    pool = SQLitePool(sqlite_path)
+    fill(sqlite_path, 1)
+
+    def interrupted() -> Script[None]:
+        yield Statement("SELECT 1", {}, returns=True)
+        raise Interruption
+
+    with pytest.raises(Interruption):
+        await pool.run(interrupted(), timeout=timedelta(seconds=5))
+
+    assert await pool.run(ask("SELECT 1"), timeout=timedelta(seconds=5)) == 1
+    await pool.close()
+
+
 @pytest.mark.requirement("G4", "G11")
 async def test_a_cancelled_sqlite_call_happens_whole_or_not_at_all(sqlite_path: Path) -> None:
     """The store can be used on, and every message is still claimed once."""

@@ -85,6 +85,8 @@ class SQLitePool:
             raise kind(f"{self._path}: {error}") from error
         finally:
             session.running = None
+            if session.connection is not None and session.connection.in_transaction:
+                session.connection.rollback()  # after what is no Exception
 
     def _connect(self, *, any_thread: bool = False) -> sqlite3.Connection:
         return connected(self._path, wal=self._wal, busy_timeout=self._busy_timeout, any_thread=any_thread)
