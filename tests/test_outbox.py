@@ -646,6 +646,28 @@ def test_a_session_does_not_wake_when_a_savepoint_is_released(sqlite_path: Path)
     assert (released, bell.rung) == (0, 1)
 
 
+@pytest.mark.requirement("G1")
+def test_a_session_on_several_databases_writes_a_batch_to_one(tmp_path: Path) -> None:
+    """Some choose another one for every statement; what is added at once belongs together."""
+    with session_on(tmp_path / "a") as first, session_on(tmp_path / "b") as second:
+        engines = [first.get_bind(), second.get_bind()]
+
+        class InTurn(orm.Session):
+            def get_bind(self, *_: Any, **__: Any) -> Any:  # noqa: ANN401
+                engines.reverse()
+                return engines[0]
+
+        with InTurn() as session:
+            Outbox().add(session, [{"n": n} for n in range(600)], topic="t")
+            session.commit()
+        stored = [
+            session.execute(sqlalchemy.text("SELECT count(*) FROM postroom_outbox")).scalar_one()
+            for session in (first, second)
+        ]
+
+    assert sorted(stored) == [0, 600]
+
+
 @pytest.mark.requirement("G3")
 def test_a_scoped_session_listens_to_itself_alone(sqlite_path: Path) -> None:
     """A listener on the registry would hear the commits of all threads."""

@@ -26,7 +26,7 @@ from ..driver import (
 )
 from ..errors import Fault, fault_of
 from ..source import Source
-from ..statement import ParamStyle, Result, Statement
+from ..statement import ParamStyle, Result, Script, Statement
 from . import classify as classify_cause
 from . import driver_of
 
@@ -101,8 +101,10 @@ class SQLAlchemyDriver(Driver):
         _require_transaction(self._connection(connection))
         yield from ()
 
+    def run(self, connection: Foreign, script: Script[T]) -> Steps[T]:
+        return super().run(self._connection(connection), script)  # of a session that has several, one for all of it
+
     def execute(self, connection: Foreign, statement: Statement) -> Steps[Result]:
-        connection = self._connection(connection)
         style = _STYLES.get(connection.dialect.paramstyle, "format")
         sql, params = statement.bind(style, arrays=connection.dialect.name == "postgresql")
         result = connection.exec_driver_sql(sql, tuple(params))
