@@ -18,7 +18,7 @@ from .drivers import classify
 from .errors import ADVICE
 from .source import Source
 from .statement import Script
-from .transactions import SQLTransactions
+from .transactions import SQLTransactions, forget
 from .url import Place
 
 __all__ = ["Connector", "NetworkPool", "Pool"]
@@ -210,8 +210,8 @@ class NetworkPool:
 
     async def _throw_away(self, connection: Foreign, work: asyncio.Task[Any]) -> None:
         if work.done():
-            _forget(work)  # at once: the loop may be about to end, and then no callback comes any more
-        work.add_done_callback(_forget)
+            forget(work)  # at once: the loop may be about to end, and then no callback comes any more
+        work.add_done_callback(forget)
         self._connector.driver.abort(connection, Begun())
         # A broken connection ends the work by itself; to cancel it as well makes some libraries ask the server first.
         await asyncio.wait({work}, timeout=FAREWELL)
@@ -328,8 +328,3 @@ class LentConnections(Source):
 
     def limit_to(self, timeout: timedelta | None) -> None:
         self._connector.limit_handlers(timeout)
-
-
-def _forget(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()

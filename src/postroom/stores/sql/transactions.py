@@ -26,7 +26,7 @@ from .drivers import key_of, source_of
 from .source import Lane, Source
 from .writer import inbox_dialect
 
-__all__ = ["SQLTransactions", "UnitOfWork", "transaction", "transactions_for"]
+__all__ = ["SQLTransactions", "UnitOfWork", "forget", "transaction", "transactions_for"]
 
 #: How many seconds a COMMIT or ROLLBACK may take once nobody waits for it any more, and a broken connection to let go.
 PATIENCE = 5.0
@@ -86,20 +86,12 @@ class SQLTransactions:
         """
         return UnitOfWork(self, opening)
 
-    @contextlib.asynccontextmanager
-    async def savepoint(self, transaction: Transaction) -> AsyncGenerator[None]:
+    def savepoint(self, transaction: Transaction) -> contextlib.AbstractAsyncContextManager[None]:
         """Make what happens in the block undone alone, if it fails."""
         if not isinstance(transaction, _Held):
             raise TransactionClosedError
         _ = transaction.connection  # which raises if it has ended
-        unit = transaction.unit
-        mark = await unit.mark()
-        try:
-            yield
-        except BaseException as error:
-            await unit.undo_or_doom(mark, error)
-            raise
-        await unit.keep(mark)
+        return transaction.unit.savepoint()
 
     def limit_to(self, timeout: timedelta | None) -> None:
         """Take note of how long the handlers of a consumer have."""
@@ -307,24 +299,24 @@ class UnitOfWork:
 
     # -- savepoints --------------------------------------------------------------------------------------------------
 
-    async def mark(self) -> Foreign:
-        """Make a savepoint."""
-        return await self._run(self._driver.mark(self.connection, self._begun))
-
-    async def keep(self, mark: Foreign) -> None:
-        """Forget a savepoint and keep what came after it."""
-        await self._run(self._driver.keep(self.connection, self._begun, mark))
-
-    async def undo_or_doom(self, mark: Foreign, error: BaseException) -> None:
-        """Undo what came after a savepoint; if that cannot be, let nothing of the transaction be committed."""
-        self._is_doomed = True
-        self._is_cut_off = _is_cut_off(error)
-        if self._is_sound_after(error):
-            # A deadlock of MySQL's has undone the savepoint as well, and a thread may be busy for long.
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(PATIENCE):
-                    await self._run(self._driver.undo(self.connection, self._begun, mark))
-                self._is_doomed = False
+    @contextlib.asynccontextmanager
+    async def savepoint(self) -> AsyncGenerator[None]:
+        """Make what happens in the block undone alone, if it fails; if that cannot be, nothing may be committed."""
+        driver, connection, begun = self._driver, self.connection, self._begun
+        mark = await self._run(driver.mark(connection, begun))
+        try:
+            yield
+        except BaseException as error:
+            self._is_doomed = True
+            self._is_cut_off = _is_cut_off(error)
+            if self._is_sound_after(error):
+                # A deadlock of MySQL's has undone the savepoint as well, and a thread may be busy for long.
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(PATIENCE):
+                        await self._run(driver.undo(connection, begun, mark))
+                    self._is_doomed = False
+            raise
+        await self._run(driver.keep(connection, begun, mark))
 
 
 def _no_answer(limit: Limit) -> StoreTimeoutError:
@@ -370,7 +362,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None], abort: Callable[[], None]
             cancellation = error
         else:
             return
-    task.add_done_callback(_forget)
+    task.add_done_callback(forget)
     cancellation = await _waited(task, PATIENCE) or cancellation
     if not task.done():
         abort()
@@ -392,6 +384,7 @@ async def _waited(task: asyncio.Task[None], patience: float) -> asyncio.Cancelle
     return cancellation
 
 
-def _forget(task: asyncio.Task[None]) -> None:
+def forget(task: asyncio.Task[Any]) -> None:
+    """Let nobody be told that the error of a task was never asked for."""
     if not task.cancelled():
         task.exception()
