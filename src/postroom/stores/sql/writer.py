@@ -109,11 +109,9 @@ class SQLWriter:
 
     def bury(self, connection: Foreign, inbox: Inbox, message: Message, error: str) -> Coroutine[Any, Any, None] | None:
         """Write a dead letter, unless there is one of this consumer and message."""
-
-        def bury(dialect: Dialect) -> Script[None]:
-            return dialect.bury_letter(inbox.consumer, message, error)
-
-        return self._perform(connection, _Task("inbox_dead", inbox.table, inbox.schema, bury))
+        return self._of_inbox(
+            connection, inbox, lambda dialect: dialect.bury_letter(inbox.consumer, message, error), "inbox_dead"
+        )
 
     def ask(self, connection: Foreign, outbox: Outbox, question: Question) -> Any:  # noqa: ANN401 -- its answer
         """Answer a question about tickets."""
@@ -122,9 +120,9 @@ class SQLWriter:
         return self._perform(connection, task, outbox.wake)
 
     def _of_inbox(
-        self, connection: Foreign, inbox: Inbox, script: Callable[[Dialect], Script[T]]
+        self, connection: Foreign, inbox: Inbox, script: Callable[[Dialect], Script[T]], identifier: str = "inbox"
     ) -> T | Coroutine[Any, Any, T]:
-        return self._perform(connection, _Task("inbox", inbox.table, inbox.schema, script))
+        return self._perform(connection, _Task(identifier, inbox.table, inbox.schema, script))
 
     def _perform(self, connection: Foreign, task: _Task[T], wake: Wake | None = None) -> T | Coroutine[Any, Any, T]:
         """Run a task in the caller's transaction."""

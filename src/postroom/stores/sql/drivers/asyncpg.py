@@ -6,12 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Final
 
-from ....errors import (
-    CommitUnknownError,
-    MissingExtraError,
-    NotInTransactionError,
-    TransactionAbortedError,
-)
+from ....errors import CommitUnknownError, MissingExtraError, NotInTransactionError, TransactionAbortedError
 from ..commit_errors import lost
 from ..driver import PROBE, Begun, Driver, Foreign, Steps, require_open
 from ..errors import fault_of as classify

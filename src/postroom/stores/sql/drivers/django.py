@@ -104,12 +104,12 @@ class DjangoDriver(Driver):
 
     def is_closed(self, connection: Foreign, begun: Begun) -> bool:
         raw = connection.connection
-        driver = None if raw is None else driver_of(raw)
+        driver = driver_of(raw)
         return driver is not None and driver.is_closed(raw, begun)
 
     def abort(self, connection: Foreign, begun: Begun) -> None:
         raw = connection.connection
-        driver = None if raw is None else driver_of(raw)
+        driver = driver_of(raw)
         if driver is not None:
             driver.abort(raw, begun)
 

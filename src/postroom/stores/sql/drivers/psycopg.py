@@ -112,14 +112,13 @@ class PsycopgDriver(Driver):
         return savepoint
 
     def keep(self, connection: Foreign, begun: Begun, mark: Foreign) -> Steps[None]:
-        yield from self._leave(mark, None)
+        yield self._exit_of(mark)(None, None, None)
 
     def undo(self, connection: Foreign, begun: Begun, mark: Foreign) -> Steps[None]:
-        yield from self._leave(mark, _Undone())
+        yield self._exit_of(mark)(_Undone, _Undone(), None)
 
-    def _leave(self, savepoint: Foreign, error: Exception | None) -> Steps[None]:
-        kind = None if error is None else type(error)
-        yield savepoint.__aexit__(kind, error, None) if self.is_async else savepoint.__exit__(kind, error, None)
+    def _exit_of(self, savepoint: Foreign) -> Foreign:
+        return savepoint.__aexit__ if self.is_async else savepoint.__exit__
 
     def is_closed(self, connection: Foreign, begun: Begun) -> bool:
         return bool(connection.closed)
