@@ -408,6 +408,44 @@ async def test_a_savepoint_is_undone_alone(world: World) -> None:
 
 
 @pytest.mark.requirement("G1", "F-14")
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.endswith(("-sync", "django", "path", "connection"))], indirect=True
+)
+async def test_a_savepoint_that_is_cancelled_while_a_thread_makes_it_dooms_the_transaction(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise what is written after it belongs to a savepoint that nobody leaves, and may be lost with it."""
+    transactions: Any = transactions_of(world.pool)
+    driver = transactions.source.driver
+    mark, begun, is_cancelled = driver.mark, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> Any:  # noqa: ANN401
+        begun.set()
+        is_cancelled.wait(10)
+        return (yield from mark(*arguments))
+
+    async def nest(transaction: Transaction) -> None:
+        async with transactions.savepoint(transaction):
+            pass
+
+    with pytest.raises(TransactionAbortedError):
+        async with transactions.begin() as transaction:
+            with monkeypatch.context() as patched:
+                patched.setattr(driver, "mark", slowly)
+                nesting = asyncio.create_task(nest(transaction))
+                await until(begun.is_set, "the thread makes the savepoint")
+            nesting.cancel()
+            with suppress(asyncio.CancelledError):
+                await nesting
+            is_cancelled.set()
+            await world.run(transaction, "INSERT INTO business (id) VALUES (1)")
+    async with transactions.begin() as transaction:
+        await world.run(transaction, "INSERT INTO business (id) VALUES (2)")
+
+    assert await world.rows() == [2]
+
+
+@pytest.mark.requirement("G1", "F-14")
 @every_kind
 async def test_a_savepoint_that_was_kept_is_undone_with_the_transaction(world: World) -> None:
     """Also if nothing was written before it, when some drivers have not begun yet."""

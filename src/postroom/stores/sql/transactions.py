@@ -303,7 +303,13 @@ class UnitOfWork:
     async def savepoint(self) -> AsyncGenerator[None]:
         """Make what happens in the block undone alone, if it fails; if that cannot be, nothing may be committed."""
         driver, connection, begun = self._driver, self.connection, self._begun
-        mark = await self._run(driver.mark(connection, begun))
+        try:
+            mark = await self._run(driver.mark(connection, begun))
+        except BaseException as error:
+            if _is_cut_off(error):
+                # A thread goes on with it, and what comes later would be part of a savepoint that nobody leaves.
+                self._is_doomed = self._is_cut_off = True
+            raise
         try:
             yield
         except BaseException as error:
