@@ -165,8 +165,15 @@ class AsyncpgConnector(PostgresConnector):
 
     async def listen(self, connection: Foreign, channel: str, wake: Callable[[], None]) -> None:
         closed = asyncio.Event()
-        connection.add_termination_listener(lambda _: closed.set())
-        await connection.add_listener(channel, lambda *_: wake())
+
+        def notified(*_: object) -> None:
+            wake()
+
+        def terminated(*_: object) -> None:
+            closed.set()
+
+        connection.add_termination_listener(terminated)
+        await connection.add_listener(channel, notified)
         wake()  # what was notified before is not notified again
         await closed.wait()
 

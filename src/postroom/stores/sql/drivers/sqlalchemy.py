@@ -81,7 +81,11 @@ class SQLAlchemyDriver(Driver):
         holder = connection() if self._is_scoped else connection
         if not self.is_async:
             return (yield from work(holder))
-        called = holder.run_sync(lambda inner: finish(work(inner)))
+
+        def take(inner: Foreign) -> T:
+            return finish(work(inner))
+
+        called = holder.run_sync(take)
         return cast("T", (yield to_its_end(called) if self.dialect_of(holder) == "sqlite" else called))
 
     # -- inside the greenlet -----------------------------------------------------------------------------------------
@@ -105,7 +109,7 @@ class SQLAlchemyDriver(Driver):
         return super().run(self._connection(connection), script)  # of a session that has several, one for all of it
 
     def execute(self, connection: Foreign, statement: Statement) -> Steps[Result]:
-        style = _STYLES.get(connection.dialect.paramstyle, "format")
+        style: ParamStyle = _STYLES.get(connection.dialect.paramstyle, "format")
         sql, params = statement.bind(style, arrays=connection.dialect.name == "postgresql")
         result = connection.exec_driver_sql(sql, tuple(params))
         yield from ()
