@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sqlite3
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -25,6 +24,7 @@ from postroom.errors import (
 )
 from postroom.inbox import Inbox
 from postroom.stores import MemoryStore, MySQLStore, PostgresStore, SQLiteStore, SQLStore
+from postroom.stores.sql.drivers import driver_of
 from postroom.testing.waiting import until
 from postroom.transaction import Opening, Transaction, Transactions
 from postroom.writer import writer_of
@@ -92,8 +92,9 @@ class Opener:
     async def begin(self, opening: Opening | None = None) -> AsyncGenerator[Transaction]:
         async with self._library.opened(self._databases) as link:
             await link.begin()
-            is_async = inspect.iscoroutinefunction(writer_of(link.handle).bury)
-            yield Transaction(link.handle, self, is_async=is_async, call=here)
+            driver = driver_of(link.handle)
+            assert driver is not None
+            yield Transaction(link.handle, self, is_async=driver.is_async, call=here)
             await link.commit()
 
     def savepoint(self, transaction: Transaction) -> AbstractAsyncContextManager[None]:

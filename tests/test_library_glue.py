@@ -26,6 +26,7 @@ LIBRARIES: Final = {
     "psycopg_pool": {"psycopg.py"},
     "asyncmy": {"mysql.py"},
     "pymysql": {"mysql.py"},
+    "MySQLdb": {"mysql.py"},
     "sqlalchemy": {"sqlalchemy.py"},
     "django": {"django.py"},
     "aiosqlite": {"sqlite.py"},
@@ -44,9 +45,9 @@ def test_the_glue_stays_small() -> None:
     """Three descriptions of each library had 55 classes in 21 modules."""
     classes = [node for path in GLUE for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)]
 
-    assert len(classes) <= 36
+    assert len(classes) <= 37
     assert len(GLUE) <= 16
-    assert sum(len(path.read_text().splitlines()) for path in GLUE) <= 3200
+    assert sum(len(path.read_text().splitlines()) for path in GLUE) <= 3240
 
 
 @pytest.mark.parametrize("module", sorted(SQL.rglob("*.py")), ids=lambda path: str(path.relative_to(SQL)))

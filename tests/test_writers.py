@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import inspect
 import sqlite3
 import sys
@@ -39,6 +40,8 @@ from postroom.errors import InvalidTopicError, NotInTransactionError, SchemaMiss
 from postroom.stores import SQLStore, store_from_url
 from postroom.testing.clients import MariaDBClient, PostgresClient
 from postroom.testing.waiting import until
+
+from .support.server_fixtures import mysqldb
 
 if not settings.configured:
     settings.configure(DATABASES={}, USE_TZ=True)
@@ -165,7 +168,7 @@ class ImmediateLink(ExplicitLink):
 
 class MySQLLink(Link):
     async def execute(self, sql: str) -> None:
-        if isinstance(self.handle, pymysql.Connection):
+        if not isinstance(self.handle, asyncmy.Connection):
             with self.handle.cursor() as cursor:
                 cursor.execute(sql)
         else:
@@ -297,11 +300,14 @@ def sqlite_by_mode(connect: Callable[..., Any]) -> Opener:
     return opened
 
 
-def mysql_sync(**options: Any) -> Opener:  # noqa: ANN401
+def mysql_sync(find: Callable[[], Any] = lambda: pymysql, *, dict_rows: bool = False, **options: Any) -> Opener:  # noqa: ANN401
     async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
         explicit = options.get("autocommit", False)
         together = {**mysql_options(databases.mariadb), **options, "autocommit": explicit or autocommit}
-        with pymysql.connect(**together) as connection:
+        library = find()
+        if dict_rows:
+            together["cursorclass"] = importlib.import_module(f"{library.__name__}.cursors").DictCursor
+        with library.connect(**together) as connection:
             yield link_to(connection, BeginningMySQLLink if explicit else MySQLLink)
 
     return opened
@@ -332,6 +338,8 @@ def alchemy(
     driver: str, make: Callable[[sqlalchemy.Engine], Any], change: Callable[[sqlalchemy.Engine], None] | None = None
 ) -> Opener:
     async def opened(databases: Databases, autocommit: bool) -> AsyncGenerator[Link]:  # noqa: FBT001
+        if driver.endswith("mysqldb"):
+            mysqldb()
         engine = sqlalchemy.create_engine(sqlalchemy_url(databases, driver), **engine_options(autocommit=autocommit))
         if change is not None and not autocommit:
             change(engine)
@@ -433,8 +441,12 @@ LIBRARIES: Sequence[Library] = (
     ),
     Library("pymysql", MY, mysql_sync()),
     Library("pymysql-begin", MY, mysql_sync(autocommit=True)),
-    Library("pymysql-dict-rows", MY, mysql_sync(cursorclass=pymysql.cursors.DictCursor)),
+    Library("pymysql-dict-rows", MY, mysql_sync(dict_rows=True)),
     Library("pymysql-found-rows", MY, mysql_sync(client_flag=FOUND_ROWS)),
+    Library("mysqldb", MY, mysql_sync(mysqldb)),
+    Library("mysqldb-begin", MY, mysql_sync(mysqldb, autocommit=True)),
+    Library("mysqldb-dict-rows", MY, mysql_sync(mysqldb, dict_rows=True)),
+    Library("mysqldb-found-rows", MY, mysql_sync(mysqldb, client_flag=FOUND_ROWS)),
     Library("asyncmy", MY, mysql_async()),
     Library("asyncmy-begin", MY, mysql_async(autocommit=True)),
     Library("asyncmy-dict-rows", MY, mysql_async(cursor_cls=asyncmy.cursors.DictCursor)),
@@ -443,6 +455,7 @@ LIBRARIES: Sequence[Library] = (
     Library("sqlalchemy-sqlite", LITE, alchemy("sqlite", sqlalchemy.Engine.connect)),
     Library("sqlalchemy-sqlite-event", LITE, alchemy("sqlite", sqlalchemy.Engine.connect, begin_by_event)),
     Library("sqlalchemy-pymysql", MY, alchemy("mysql+pymysql", sqlalchemy.Engine.connect)),
+    Library("sqlalchemy-mysqldb", MY, alchemy("mysql+mysqldb", sqlalchemy.Engine.connect)),
     Library("session-psycopg", PG, alchemy("postgresql+psycopg", orm.Session)),
     Library("session-sqlite", LITE, alchemy("sqlite", orm.Session)),
     Library("session-mariadb", MY, alchemy("mariadb+pymysql", orm.Session)),
@@ -837,9 +850,10 @@ async def test_a_cancelled_batch_stops_after_a_statement(databases: Databases, o
 
 
 @pytest.mark.requirement("G11")
-async def test_a_batch_larger_than_a_packet_is_added_whole(databases: Databases, outbox: Outbox) -> None:
+@pytest.mark.parametrize("name", ["pymysql", "mysqldb"])
+async def test_a_batch_larger_than_a_packet_is_added_whole(name: str, databases: Databases, outbox: Outbox) -> None:
     """MariaDB takes 16 MiB at once, and a payload may double when its bytes are escaped."""
-    library = named("pymysql")
+    library = named(name)
     payload = b"\x00'\\\xff" * (64 * 1024)
     async with library.opened(databases) as link:
         added = outbox.add(link.handle, [payload] * 80, topic="t")
@@ -872,7 +886,7 @@ async def test_a_duplicate_that_the_snapshot_cannot_see_is_a_serialization_failu
 
 
 @pytest.mark.requirement("G10", "S2-22")
-@pytest.mark.parametrize("kind", ["pymysql", "asyncmy"])
+@pytest.mark.parametrize("kind", ["pymysql", "mysqldb", "asyncmy"])
 async def test_a_duplicate_that_the_snapshot_cannot_see_is_told_on_mariadb(
     kind: str, databases: Databases, outbox: Outbox
 ) -> None:
@@ -921,7 +935,7 @@ class Paid:
 
 @pytest.mark.requirement("S2-16", "S2-24")
 @pytest.mark.parametrize("events", [[Placed(1), Placed(2)], [Placed(1), Paid(2)]], ids=["alike", "mixed"])
-@pytest.mark.parametrize("name", ["asyncpg", "psycopg", "sqlite3", "pymysql"])
+@pytest.mark.parametrize("name", ["asyncpg", "psycopg", "sqlite3", "pymysql", "mysqldb"])
 async def test_many_at_once_are_stored_as_one_by_one(
     name: str, events: list[object], databases: Databases, outbox: Outbox
 ) -> None:

@@ -26,8 +26,8 @@ _WRITERS: Final[Mapping[str, str]] = {
     "postroom.stores.memory": "postroom.stores.memory",
 }
 _ACCEPTED: Final = (
-    "asyncpg, psycopg (sync or async), sqlite3, aiosqlite, asyncmy, PyMySQL, SQLAlchemy Session, AsyncSession, "
-    "Connection or AsyncConnection, Django's connection, redis-py's client or pipeline"
+    "asyncpg, psycopg (sync or async), sqlite3, aiosqlite, asyncmy, PyMySQL, mysqlclient, SQLAlchemy Session, "
+    "AsyncSession, Connection or AsyncConnection, Django's connection, redis-py's client or pipeline"
 )
 _POOLS: Final = frozenset(
     {"AsyncConnectionPool", "AsyncEngine", "ConnectionPool", "Engine", "Pool", "sessionmaker", "async_sessionmaker"}

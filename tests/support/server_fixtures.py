@@ -8,6 +8,7 @@ where the environment variable ``CI`` is set they fail instead.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections import Counter
@@ -30,6 +31,7 @@ from tests.worlds import REDIS_URLS
 __all__ = [
     "mariadb_dsn",
     "mariadb_server",
+    "mysqldb",
     "postgres_dsn",
     "postgres_server",
     "private_mariadb",
@@ -215,6 +217,15 @@ def skip_or_fail(error: ServerMissingError) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(str(error), pytrace=False)
     pytest.skip(f"{_MISSING}{error.title}: {error.advice}")
+
+
+def mysqldb() -> Any:  # noqa: ANN401 -- the module; its stubs would have it there always
+    """Import mysqlclient, which set-up builds where it can, or skip the test."""
+    try:
+        return importlib.import_module("MySQLdb")
+    except ImportError:
+        advice = "install libmariadb-dev, pkg-config and gcc, and then mysqlclient with pip"
+        skip_or_fail(ServerMissingError("mysqlclient", "MySQLdb", advice))
 
 
 def run_private(server: _ServerT) -> Iterator[_ServerT]:

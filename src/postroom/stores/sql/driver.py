@@ -123,6 +123,8 @@ class Begun:
     #: Whether COMMIT was sent.
     is_ending: bool = False
     savepoints: int = 0
+    #: What `Driver.prepare_abort` found.
+    wire: Foreign = None
 
     def note(self) -> None:
         """Take note that BEGIN was answered."""
@@ -244,6 +246,9 @@ class Driver:
     def is_closed(self, connection: Foreign, begun: Begun) -> bool:
         """Tell whether the library knows that the connection is closed."""
         raise NotImplementedError
+
+    def prepare_abort(self, connection: Foreign, begun: Begun) -> None:
+        """Look up, at BEGIN, what `abort` needs and other threads cannot ask a connection that is busy."""
 
     def abort(self, connection: Foreign, begun: Begun) -> None:
         """Break a connection at once, from any thread, failing whatever waits on it."""

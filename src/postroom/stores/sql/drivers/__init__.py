@@ -20,6 +20,7 @@ __all__ = ["classify", "driver_of", "key_of", "source_of"]
 #: The module of each package. It has ``CONNECTIONS``, the drivers of the package's connections by the
 #: name of their class; ``POOLS``, what makes sources of its pools; and ``classify``, which says what its errors mean.
 _MODULES: Final[Mapping[str, str]] = {
+    "MySQLdb": "mysql",
     "aiomysql": "mysql",
     "aiosqlite": "sqlite",
     "asyncmy": "mysql",

@@ -153,8 +153,8 @@ def _answer_of(begun: Begun) -> str:
 class AsyncpgConnector(PostgresConnector):
     """Opens connections of asyncpg for a store."""
 
-    driver = AsyncpgDriver()
-    lost = (OSError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+    driver: Driver = AsyncpgDriver()
+    lost: tuple[type[Exception], ...] = (OSError, asyncpg.InterfaceError, asyncpg.InternalClientError)
 
     async def dial(self, *, prepares: bool) -> Foreign:
         return await asyncpg.connect(self._place.dsn, statement_cache_size=100 if prepares else 0)

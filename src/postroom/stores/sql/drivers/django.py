@@ -66,6 +66,8 @@ class DjangoDriver(Driver):
     ) -> Steps[Result | None]:
         begun.handle = list[Foreign]()  # the blocks that were entered and not left; Django has them left in order
         yield from self.mark(connection, begun)
+        if (driver := driver_of(connection.connection)) is not None:
+            driver.prepare_abort(connection.connection, begun)
         begun.note()
         if connection.vendor in _ANCHORED:
             yield from self.command(connection, ANCHOR)
@@ -134,7 +136,7 @@ def classify(error: BaseException) -> Fault | None:
     if cause is None or not _is_of_databases(error):
         return None
     # The statements after an error that was caught fail because of that one, which says nothing about them; and of
-    # some drivers, such as mysqlclient, there is no module.
+    # some drivers, such as MySQL's own, there is no module.
     return (None if _is_of_databases(cause) else classify_cause(cause)) or fault_of(cause)
 
 

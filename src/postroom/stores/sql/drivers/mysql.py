@@ -1,8 +1,9 @@
-"""MySQL and MariaDB through asyncmy and PyMySQL, whose calls have the same names."""
+"""MySQL and MariaDB through asyncmy, PyMySQL and mysqlclient, whose calls have the same names."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import ssl
 import sys
@@ -18,7 +19,7 @@ from ..pool import Connector
 from ..source import Source
 from ..url import Place
 
-__all__ = ["CONNECTIONS", "POOLS", "AsyncmyConnector", "MySQLDriver", "classify"]
+__all__ = ["CONNECTIONS", "POOLS", "AsyncmyConnector", "MySQLDriver", "MySQLdbDriver", "classify"]
 
 _IN_TRANSACTION: Final = 1  # SERVER_STATUS_IN_TRANS of the protocol
 
@@ -64,20 +65,50 @@ class MySQLDriver(Driver):
                 wire.shutdown(socket.SHUT_RDWR)
 
 
+class MySQLdbDriver(MySQLDriver):
+    """Connections of mysqlclient: they keep the status to themselves, and refuse other threads while they are busy."""
+
+    def require_transaction(self, connection: Foreign) -> Steps[None]:
+        if not connection.get_autocommit():
+            return
+        # Outside of a transaction a savepoint is gone at once. MariaDB has @@in_transaction, which MySQL has not.
+        yield from self.command(connection, "SAVEPOINT postroom_probe")
+        try:
+            yield from self.command(connection, "RELEASE SAVEPOINT postroom_probe")
+        except Exception as error:
+            if classify(error).is_aborted:
+                raise NotInTransactionError("call `connection.begin()` first, or leave autocommit off") from None
+            raise
+
+    def prepare_abort(self, connection: Foreign, begun: Begun) -> None:
+        number = connection.fileno()
+        begun.wire = number, os.fstat(number).st_ino
+
+    def abort(self, connection: Foreign, begun: Begun) -> None:
+        # Shut, not closed: a thread waits on it. The number of one that was closed may be another's by now.
+        with suppress(OSError):
+            number, inode = begun.wire or (-1, 0)
+            if os.fstat(number).st_ino == inode:
+                wire = socket.socket(fileno=number)
+                with suppress(OSError):
+                    wire.shutdown(socket.SHUT_RDWR)
+                wire.detach()
+
+
 _ASYNCMY: Final = MySQLDriver("asyncmy.cursors", is_async=True)
 
 
 class AsyncmyConnector(Connector):
     """Opens connections of asyncmy for a store."""
 
-    driver = _ASYNCMY
+    driver: Driver = _ASYNCMY
 
     def __init__(self, place: Place) -> None:
         try:
             self._library: ModuleType = importlib.import_module("asyncmy")
         except ImportError as error:
             raise MissingExtraError("asyncmy", "mysql") from error
-        self.lost = (OSError, EOFError, self._library.errors.MySQLError)
+        self.lost: tuple[type[Exception], ...] = (OSError, EOFError, self._library.errors.MySQLError)
         self._options: dict[str, Any] = {
             "host": place.host or "127.0.0.1",
             "port": place.port or 3306,
@@ -111,6 +142,7 @@ def _wants_tls(place: Place) -> bool:
 
 
 CONNECTIONS: Final[Mapping[str, Driver]] = {
+    "MySQLdb.Connection": MySQLdbDriver("MySQLdb.cursors", is_async=False),
     "asyncmy.Connection": _ASYNCMY,
     "pymysql.Connection": MySQLDriver("pymysql.cursors", is_async=False),
 }

@@ -149,8 +149,8 @@ _ASYNC: Final = PsycopgDriver(is_async=True)
 class PsycopgConnector(PostgresConnector):
     """Opens async connections of psycopg for a store."""
 
-    driver = _ASYNC
-    lost = (OSError, psycopg.OperationalError)
+    driver: Driver = _ASYNC
+    lost: tuple[type[Exception], ...] = (OSError, psycopg.OperationalError)
 
     async def dial(self, *, prepares: bool) -> Foreign:
         threshold = _PREPARED_AFTER if prepares else None

@@ -140,7 +140,9 @@ class SQLAlchemyDriver(Driver):
         transaction = holder.begin()
         connection = self._connection(holder)
         raw = connection.connection.driver_connection
-        begun.handle = _Handle(transaction, connection.dialect.name, raw, driver_of(raw))
+        begun.handle = _Handle(transaction, connection.dialect.name, raw, driver := driver_of(raw))
+        if driver is not None:
+            driver.prepare_abort(raw, begun)
         if begun.handle.dialect == "sqlite" and not raw.in_transaction:
             # The driver begins at the first write: before that, the RELEASE of a savepoint would be a COMMIT.
             connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -260,7 +262,7 @@ def classify(error: BaseException) -> Fault | None:
     original: BaseException | None = getattr(error, "orig", None)
     if original is None:
         return None
-    # Its adapters of async drivers wrap errors once more; of some drivers, such as mysqlclient, there is no module.
+    # Its adapters of async drivers wrap errors once more; of some drivers, such as MySQL's own, there is no module.
     inner = original.__cause__
     fault = (inner and classify_cause(inner)) or classify_cause(original) or fault_of(original)
     if getattr(error, "connection_invalidated", False):
