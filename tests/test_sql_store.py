@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from datetime import timedelta
 from functools import partial
@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import asyncpg
+import pymysql
 import pytest
 
 from postroom.errors import (
@@ -46,7 +47,7 @@ from postroom.stores.sql.dialects.sqlite import SQLite
 from postroom.stores.sql.errors import mysql_error, postgres_error, sqlite_error
 from postroom.stores.sql.names import Names
 from postroom.stores.sql.sqlite_pool import SQLitePool
-from postroom.stores.sql.statement import Script, Statement
+from postroom.stores.sql.statement import Row, Script, Statement
 from postroom.stores.sql.url import Place
 from postroom.testing.cancelling import Moment, cuts
 from postroom.testing.faults import FaultProxy
@@ -69,6 +70,40 @@ def fill(path: Path, count: int) -> None:
         SQLiteStore.create_tables(connection)
         Outbox().add(connection, [Message(topic="t", payload=b"{}") for _ in range(count)])
         connection.commit()
+
+
+# -- MySQL -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement("G11")
+async def test_a_claim_that_is_the_victim_of_a_deadlock_is_repeated(
+    mariadb_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claims at the same time update the same index; the server has rolled back one of them."""
+    store = MySQLStore(mariadb_dsn)
+    await store.apply_schema()
+    url = urlsplit(mariadb_dsn)
+    with closing(
+        pymysql.connect(host=url.hostname, port=url.port or 0, user="root", database=url.path[1:])
+    ) as connection:
+        Outbox().add(connection, Message(topic="t", payload=b"{}"))
+        connection.commit()
+    claim, victims = MySQL.claim_loose, 2
+
+    def deadlocked(self: MySQL, namespace: str, limit: int, terms: ClaimTerms) -> Script[Sequence[Row]]:
+        nonlocal victims
+        claimed = yield from claim(self, namespace, limit, terms)
+        if victims:
+            victims -= 1
+            yield Statement("SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213, MESSAGE_TEXT = 'Deadlock found'", {})
+        return claimed
+
+    monkeypatch.setattr(MySQL, "claim_loose", deadlocked)
+
+    [claimed] = await store.claim(1, TERMS)
+
+    assert (claimed.message.attempt, victims) == (1, 0)
+    await store.close()
 
 
 # -- SQLite ----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,10 @@ class SQLStore:
         """Lease up to ``limit`` messages that are due."""
         if limit < 1:
             return []
-        rows, suspect = await self._run(self._claiming(limit, terms), atomic=self._dialect.atomic)
+        if self._dialect.claims_deadlock:
+            rows, suspect = await self._retrying(lambda: self._claiming(limit, terms))
+        else:
+            rows, suspect = await self._run(self._claiming(limit, terms), atomic=self._dialect.atomic)
         claims = [self._claim(row, suspect=suspect) for row in sorted(rows, key=lambda row: row[12])]
         return [claim for claim in claims if claim is not None]
 

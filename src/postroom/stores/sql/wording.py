@@ -72,6 +72,8 @@ class Wording:
     expiry: ClassVar[str] = "expires_at"
     #: Whether the scripts of claim and settle are one transaction or need none.
     atomic: ClassVar[bool] = True
+    #: Whether claims at the same time may run into a deadlock, although they skip rows that are locked.
+    claims_deadlock: ClassVar[bool] = False
 
     def __init__(self, names: Names) -> None:
         self.names = names

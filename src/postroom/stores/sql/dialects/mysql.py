@@ -35,6 +35,7 @@ class MySQL(Dialect):
     later = "UTC_TIMESTAMP(6) + INTERVAL :duration MICROSECOND"
     earlier = "UTC_TIMESTAMP(6) - INTERVAL :duration MICROSECOND"
     locking = " FOR UPDATE SKIP LOCKED"
+    claims_deadlock = True
     waiting = " FOR UPDATE"
     holding = " FOR UPDATE"
     expiry = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', expires_at) DIV 1000"
