@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ from rich.console import Console
 
 from postroom import Delivered, Message, Outcome
 from postroom.brokers import MemoryBroker
+from postroom.cli import services
 from postroom.cli.demo import conclude, play
 from postroom.cli.shop import Shop, StumblingBroker
 from postroom.cli.verdict import Order, Verdict
@@ -305,3 +308,15 @@ def test_the_example_runs() -> None:
         'order.placed {"order_id":1,"cents":990}',
         'order.placed {"order_id":3,"cents":450}',
     ]
+
+
+@pytest.mark.parametrize(("chance", "attempt", "fails"), [(0.004, 1, True), (0.006, 1, False), (0.004, 2, False)])
+async def test_one_message_in_two_hundred_stumbles_at_its_first_attempt(
+    monkeypatch: pytest.MonkeyPatch, chance: float, attempt: int, *, fails: bool
+) -> None:
+    """So that each demo shows what a rollback undoes, and no message dies of it."""
+    monkeypatch.setattr(random, "random", lambda: chance)
+    message = replace(Message(topic="stock", payload=b"{}"), attempt=attempt)
+
+    with pytest.raises(RuntimeError, match="fell off") if fails else nullcontext():
+        services._stumble(message)  # noqa: SLF001

@@ -190,3 +190,24 @@ async def test_a_message_whose_lease_ends_before_it_is_sent_keeps_its_attempt(mo
 
     assert {row.status for row in store.rows} == {"delivered"}
     assert not [event for event in seen if isinstance(event, ev.PublishFailed)]
+
+
+async def test_a_batch_gives_its_place_among_new_destinations_back() -> None:
+    """Also one that fails; a place that is kept would in the end keep out every other new destination."""
+    store = filled(12)
+    quick = Backoff(base=MS, max=10 * MS)
+    dispatcher = Dispatcher(
+        store,
+        failing(LookupError("no route"), 6)[0],
+        backoff=quick,
+        outage_backoff=quick,
+        batch=4,
+        poll_interval=20 * MS,
+    )
+    running = asyncio.create_task(dispatcher.run())
+    await until(lambda: {row.status for row in store.rows} == {"delivered"}, "everything being delivered", within=LONG)
+    slots = dispatcher._publishing.slots  # noqa: SLF001
+
+    await until(lambda: not slots, "the end of all batches")
+    await dispatcher.stop()
+    await running

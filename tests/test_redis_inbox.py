@@ -40,6 +40,8 @@ from postroom.middleware.chain import connect as connect_middlewares
 from postroom.store import Dead, Delivered, Outcome, Release, Retry
 from postroom.stores import SQLiteStore
 from postroom.stores.redis import RedisInbox, RedisStore, RedisTransactions, current_pipeline
+from postroom.stores.redis.client import Client
+from postroom.stores.redis.marks import Mark, Renewal
 from postroom.stores.redis.record import packed
 from postroom.stores.redis.scripts import alone
 from postroom.testing.cancelling import Moment, cuts
@@ -1128,3 +1130,17 @@ async def test_messages_with_the_same_dedupe_key_are_one_message(shop: Shop, mod
             admitted.append(not is_known and await box.admit(transaction, message))
 
     assert admitted == [True, False, True, True, True]
+
+
+async def test_a_renewal_that_was_stopped_before_it_began_renews_nothing(shop: Shop) -> None:
+    """The lease of a message that was given up must run out."""
+    mark, lease = Mark(shop.key("mark"), kept=timedelta(minutes=1), is_claimed=True), timedelta(milliseconds=30)
+    await shop.client.set(mark.key, mark.expected, px=60_000)
+    renewal = Renewal(
+        Client(shop.client, timeout=timedelta(seconds=5)), mark, lease=lease, longest=timedelta(minutes=1)
+    )
+
+    await renewal.stop()
+    await asyncio.sleep(2 * lease.total_seconds())  # what does not happen cannot be awaited
+
+    assert await shop.client.pttl(mark.key) > 30_000

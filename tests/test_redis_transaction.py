@@ -991,6 +991,18 @@ async def test_a_commit_that_is_cancelled_is_given_up(shop: Shop) -> None:
 # -- MULTI and EXEC --------------------------------------------------------------------------------------------
 
 
+async def test_a_read_after_the_end_is_refused_at_once(shop: Shop) -> None:
+    """Its connection is about to be another transaction's."""
+    async with shop.also(shop.client, mode="multi").begin() as transaction:
+        pipeline = transaction.connection
+        await pipeline.watch(shop.key("stock"))
+
+        pipeline.close()
+
+        with pytest.raises(TransactionClosedError):
+            pipeline.get(shop.key("stock"))
+
+
 @pytest.mark.requirement("S0-20")
 async def test_multi_takes_any_command_and_reads_what_it_watches(shop: Shop) -> None:
     """A handler that must read watches first; the commit is refused if that has changed."""

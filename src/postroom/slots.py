@@ -21,7 +21,7 @@ class _Lane:
 
     members: int = 0
     used: int = 0
-    #: When the last of its calls began or ended.
+    #: When the last of its calls began.
     moved_at: float = 0.0
     waiting: deque[asyncio.Future[bool]] = field(default_factory=deque[asyncio.Future[bool]])
 
@@ -120,7 +120,6 @@ class UnprovenSlots:
         lane = self._lanes[destination]
         lane.used -= 1
         self._used -= 1
-        self._moved_at = lane.moved_at = time.monotonic()
         for _ in range(len(self._queue)):
             if self._used >= self._slots:
                 return
