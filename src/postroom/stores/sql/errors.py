@@ -94,7 +94,7 @@ _DURING_COMMIT: Final = 1180
 _NO_TABLE: Final = 1146
 #: MySQL's "SAVEPOINT does not exist".
 _NO_SAVEPOINT: Final = 1305
-#: What libraries say without a code; a cursor that is closed is the fault of whoever uses it.
+#: What libraries say without a code; a cursor that is closed is a fault of the application.
 _CLOSED: Final = re.compile(r"connection (is|was|has been) closed")
 _GONE: Final = frozenset({"OperationalError", "InternalClientError"})
 

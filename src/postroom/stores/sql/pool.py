@@ -131,7 +131,7 @@ class NetworkPool:
         self._inherited: list[Foreign] = []
 
     async def run(self, script: Script[T], *, atomic: bool = True, timeout: timedelta) -> T:  # noqa: ASYNC109
-        """Run a script on a connection that nobody else uses."""
+        """Run a script on a connection that no other call uses."""
         self._notice_fork()
         async with self._within(timeout), self._gate:
             return await self._run(script, atomic=atomic)
@@ -184,7 +184,7 @@ class NetworkPool:
         connect = self._connector.connect_plain if plain else self._connector.connect
         connecting: asyncio.Task[Foreign] = asyncio.create_task(connect())
         try:
-            # From outside, since a library may finish in spite of a cancellation, and nobody would ever hear of that.
+            # From outside, since a library may finish in spite of a cancellation; its connection must be closed.
             await asyncio.wait({connecting})
         except asyncio.CancelledError:
             if connecting.done():
@@ -204,7 +204,7 @@ class NetworkPool:
         raise translated
 
     def _decline(self, connecting: asyncio.Task[Foreign]) -> None:
-        """Close a connection that nobody waits for any more."""
+        """Close a connection whose caller was cancelled."""
         if not connecting.cancelled() and connecting.exception() is None:
             self._connector.discard(connecting.result())
 

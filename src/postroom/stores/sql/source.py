@@ -30,7 +30,7 @@ THREADS: Final = 32
 class Lane:
     """Takes the steps of one transaction on the event loop, where a cancellation reaches them."""
 
-    #: Whether what was begun goes to its end, whoever stops waiting for it.
+    #: Whether what was begun goes to its end, also when its caller is cancelled.
     goes_on: bool = False
 
     async def run(self, steps: Steps[T]) -> T:

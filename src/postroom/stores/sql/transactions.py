@@ -28,7 +28,7 @@ from .writer import inbox_dialect
 
 __all__ = ["SQLTransactions", "UnitOfWork", "forget", "transaction", "transactions_for"]
 
-#: How many seconds a COMMIT or ROLLBACK may take once nobody waits for it any more, and a broken connection to let go.
+#: How many seconds a COMMIT or ROLLBACK may take once its caller was cancelled, and a broken connection to end.
 PATIENCE = 5.0
 FAREWELL = 1.0
 _ASYNC_POOLS: Final = (
@@ -164,7 +164,7 @@ class UnitOfWork:
         callbacks = held.close()
         if error is not None:
             is_lost = self._driver.is_closed(self.connection, self._begun)
-            # A thread may be busy with a statement that nobody wants any more, and ROLLBACK waits behind it.
+            # A thread may be busy with a statement of a caller that was cancelled, and ROLLBACK waits behind it.
             await _to_its_end(self._fail(error), self._abort, is_urgent=_is_cut_off(error))
             if self._translates:
                 _raise_instead(error, translated(error, is_lost=is_lost))
@@ -391,6 +391,6 @@ async def _waited(task: asyncio.Task[None], patience: float) -> asyncio.Cancelle
 
 
 def forget(task: asyncio.Task[Any]) -> None:
-    """Let nobody be told that the error of a task was never asked for."""
+    """Retrieve the error of a task, so that asyncio does not report it as never retrieved."""
     if not task.cancelled():
         task.exception()

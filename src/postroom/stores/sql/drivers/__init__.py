@@ -58,7 +58,7 @@ def _driver_for(kind: type) -> Driver | None:
 
 
 def driver_of(connection: object) -> Driver | None:
-    """Return the driver of a connection or session, None if there is none."""
+    """Return the driver of a connection or session, None if it is of no known library."""
     return _driver_for(type(connection))  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
 
